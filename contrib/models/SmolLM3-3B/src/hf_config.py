@@ -1,0 +1,174 @@
+"""config.json of a SmolLM3 checkpoint: both spellings of transformers read, one set of values out. Imports no torch.
+
+Reference: transformers' `SmolLM3Config` (4.57 and 5). What it would answer with a bare IndexError, or let pass and
+then compute wrongly, is an error here that names the field, the value and what is allowed.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, Mapping
+
+from .errors import SmolLM3Error
+
+MODEL_TYPE = "smollm3"
+NO_ROPE_LAYER_INTERVAL = 4  # transformers' default
+POSITIVE_INTEGERS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "max_position_embeddings",
+)
+REQUIRED = (*POSITIVE_INTEGERS, "rms_norm_eps", "hidden_act")
+HIDDEN_ACTS = ("silu",)
+DTYPES = ("bfloat16", "float16", "float32")
+ROPE_TYPES = ("default",)
+
+
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """The resolved values of `folder`/config.json, see `resolve`; SmolLM3Error where they would run wrong."""
+    path = Path(folder) / "config.json"
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise SmolLM3Error(f"{folder}: no config.json there; pass a checkpoint folder, a hub id or 'tiny'") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise SmolLM3Error(f"{path}: not valid JSON ({error}); download the file again") from None
+    if not isinstance(raw, dict):
+        raise SmolLM3Error(f"{path}: a JSON object is expected, found {type(raw).__name__}; download the file again")
+    try:
+        _check_explicit(raw)
+        return resolve(raw)
+    except SmolLM3Error as error:
+        raise SmolLM3Error(f"{path}: {error}") from None
+
+
+def resolve(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What the model is built from, whichever spelling `values` (a raw config.json or parsed attributes) uses.
+
+    Returns no_rope_layers (one 0 or 1 per layer; 1 APPLIES RoPE), rope_theta, rope_scaling (None: no scaling), head_dim,
+    attention_bias, mlp_bias, tie_word_embeddings and the required fields. Idempotent.
+    """
+    resolved = {name: _required(values, name) for name in REQUIRED}
+    for name in POSITIVE_INTEGERS:
+        if type(resolved[name]) is not int or resolved[name] < 1:
+            raise SmolLM3Error(f"{name} is {resolved[name]!r}, allowed is a whole number of at least 1")
+    if type(resolved["rms_norm_eps"]) not in (int, float) or not 0 < resolved["rms_norm_eps"] < 1:
+        raise SmolLM3Error(f"rms_norm_eps is {resolved['rms_norm_eps']!r}, allowed is a number between 0 and 1")
+    if resolved["hidden_act"] not in HIDDEN_ACTS:
+        raise SmolLM3Error(f"hidden_act is {resolved['hidden_act']!r}, supported is {_one_of(HIDDEN_ACTS)}")
+    for name, default in (("attention_bias", False), ("mlp_bias", False), ("tie_word_embeddings", True)):
+        resolved[name] = default if values.get(name) is None else values[name]
+        if type(resolved[name]) is not bool:
+            raise SmolLM3Error(f"{name} is {resolved[name]!r}, allowed is true or false")
+    if values.get("use_sliding_window") and values.get("sliding_window") is not None:
+        raise SmolLM3Error(
+            f"sliding_window is {values['sliding_window']!r} with use_sliding_window true: sliding-window attention is "
+            "not supported; use a checkpoint with full attention"
+        )
+    resolved["head_dim"] = _head_dim(values, resolved)
+    resolved["rope_theta"], resolved["rope_scaling"] = _rope(values)
+    resolved["no_rope_layers"] = _no_rope_layers(values, resolved["num_hidden_layers"])
+    return resolved
+
+
+def _check_explicit(raw: Mapping[str, Any]) -> None:
+    """What only the file itself can show: transformers' parser fills in defaults and hides the rest."""
+    if raw.get("model_type") != MODEL_TYPE:
+        raise SmolLM3Error(f"model_type is {raw.get('model_type')!r}, this package runs {MODEL_TYPE!r} and no other")
+    parameters = raw.get("rope_parameters") or {}
+    if isinstance(parameters, dict):
+        _agree("rope_theta", raw.get("rope_theta"), "rope_parameters.rope_theta", parameters.get("rope_theta"))
+    _agree("torch_dtype", raw.get("torch_dtype"), "dtype", raw.get("dtype"))
+    dtype = raw.get("dtype") or raw.get("torch_dtype")
+    if dtype is not None and dtype not in DTYPES:
+        raise SmolLM3Error(f"dtype is {dtype!r}, allowed is {_one_of(DTYPES)}")
+    for name in ("quantization_config", "compression_config"):
+        if raw.get(name):
+            method = raw[name].get("quant_method", "unknown") if isinstance(raw[name], dict) else raw[name]
+            raise SmolLM3Error(f"{name}: a checkpoint quantized with {method!r} is not supported; use the bf16 one")
+
+
+def _required(values: Mapping[str, Any], name: str) -> Any:
+    if values.get(name) is None:
+        raise SmolLM3Error(f"{name} is missing; the checkpoint's own config.json has it")
+    return values[name]
+
+
+def _agree(name: str, value: Any, other_name: str, other: Any) -> None:
+    if value is not None and other is not None and value != other:
+        raise SmolLM3Error(f"{name} is {value!r} and {other_name} is {other!r}: keep one of the two")
+
+
+def _one_of(allowed: tuple[str, ...]) -> str:
+    return " or ".join(repr(name) for name in allowed)
+
+
+def _head_dim(values: Mapping[str, Any], resolved: Mapping[str, Any]) -> int:
+    hidden, heads, kv_heads = (resolved[n] for n in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
+    # the KV heads of the checkpoint: the model's config may hold them expanded, see sharding.py
+    kv_heads = values.get("source_num_key_value_heads") or kv_heads
+    if heads % kv_heads:
+        raise SmolLM3Error(f"num_key_value_heads is {kv_heads}, it must divide num_attention_heads, which is {heads}")
+    head_dim = values.get("head_dim")
+    if head_dim is None:
+        if hidden % heads:
+            raise SmolLM3Error(
+                f"num_attention_heads is {heads}, it must divide hidden_size, which is {hidden}, or head_dim must be given"
+            )
+        head_dim = hidden // heads
+    if type(head_dim) is not int or head_dim < 2 or head_dim % 2:
+        raise SmolLM3Error(f"head_dim is {head_dim!r}, allowed is an even whole number of at least 2")
+    return head_dim
+
+
+def _rope(values: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
+    """rope_theta and rope_scaling; `rope_parameters` (transformers 5) wins over the default that 4.57 puts beside it."""
+    parameters, scaling = values.get("rope_parameters"), values.get("rope_scaling")
+    for name, value in (("rope_parameters", parameters), ("rope_scaling", scaling)):
+        if value is not None and not isinstance(value, Mapping):
+            raise SmolLM3Error(f"{name} is {value!r}, allowed is null or an object")
+    parameters, scaling = dict(parameters or {}), _scaling(scaling or {}, "rope_scaling")
+    theta = parameters.pop("rope_theta", None)
+    theta = values.get("rope_theta") if theta is None else theta
+    if type(theta) not in (int, float) or theta <= 0:
+        state = "is missing" if theta is None else f"is {theta!r}"
+        raise SmolLM3Error(f"rope_theta {state}, allowed is a number above 0")
+    if parameters:
+        of_parameters = _scaling(parameters, "rope_parameters")
+        if scaling is not None:
+            _agree("rope_scaling", scaling, "rope_parameters", of_parameters or {"rope_type": "default"})
+        scaling = of_parameters
+    return float(theta), scaling
+
+
+def _scaling(scaling: Mapping[str, Any], name: str) -> dict[str, Any] | None:
+    if not scaling:
+        return None
+    rope_type = scaling.get("rope_type", scaling.get("type", "default"))
+    if rope_type not in ROPE_TYPES:
+        raise SmolLM3Error(f"{name}.rope_type is {rope_type!r}, supported is {_one_of(ROPE_TYPES)}")
+    return None
+
+
+def _no_rope_layers(values: Mapping[str, Any], num_hidden_layers: int) -> list[int]:
+    """One flag per layer: `no_rope_layers`, else every interval-th layer without RoPE, as transformers resolves it."""
+    interval = values.get("no_rope_layer_interval")
+    interval = NO_ROPE_LAYER_INTERVAL if interval is None else interval
+    if type(interval) is not int or interval < 1:
+        raise SmolLM3Error(f"no_rope_layer_interval is {interval!r}, allowed is a whole number of at least 1")
+    layers = values.get("no_rope_layers")
+    if layers is None:
+        return [int((layer_idx + 1) % interval != 0) for layer_idx in range(num_hidden_layers)]
+    if not isinstance(layers, (list, tuple)):
+        raise SmolLM3Error(f"no_rope_layers is {layers!r}, allowed is a list with one 0 or 1 per layer")
+    for layer_idx, flag in enumerate(layers):
+        if type(flag) not in (int, bool) or flag not in (0, 1):
+            raise SmolLM3Error(f"no_rope_layers[{layer_idx}] is {flag!r}, allowed is 1 (applies RoPE) or 0 (NoPE)")
+    if len(layers) < num_hidden_layers:
+        raise SmolLM3Error(
+            f"no_rope_layers has {len(layers)} entries, at least num_hidden_layers = {num_hidden_layers} are needed"
+        )
+    return [int(flag) for flag in layers[:num_hidden_layers]]

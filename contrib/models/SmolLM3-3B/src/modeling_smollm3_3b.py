@@ -1,0 +1,213 @@
+"""SmolLM3 on NxD Inference: config, attention, decoder layer, model, application head.
+
+A Llama with three differences: layers whose `no_rope_layers` flag is 0 apply no rotary embedding (NoPE), the embeddings
+are tied, and KV heads that a TP degree cannot shard are expanded beforehand (sharding.py). Written against NxD Inference
+0.7 to 0.9; reference: transformers' `SmolLM3ForCausalLM`.
+"""
+
+import logging
+import os
+from typing import Optional
+
+import torch
+from neuronx_distributed.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding
+from neuronx_distributed.utils import cpu_mode
+from neuronx_distributed_inference.models.config import InferenceConfig, NeuronConfig
+from neuronx_distributed_inference.models.llama.modeling_llama import NeuronLlamaMLP
+from neuronx_distributed_inference.models.model_base import NeuronBaseForCausalLM, NeuronBaseModel
+from neuronx_distributed_inference.modules.attention.attention_base import NeuronAttentionBase
+from neuronx_distributed_inference.modules.attention.utils import RotaryEmbedding
+from neuronx_distributed_inference.modules.custom_calls import CustomRMSNorm
+from torch import nn
+from transformers import SmolLM3ForCausalLM
+from transformers.models.smollm3.modeling_smollm3 import SmolLM3RMSNorm
+
+from . import checkpoint, hf_config
+from .sharding import ShardingPlan
+
+logger = logging.getLogger("Neuron")
+
+
+def get_rmsnorm_cls():
+    """The device's RMSNorm is a custom call that exists only there."""
+    return SmolLM3RMSNorm if cpu_mode() else CustomRMSNorm
+
+
+class SmolLM3InferenceConfig(InferenceConfig):
+    """The checkpoint's config (see hf_config.py) together with a NeuronConfig.
+
+    Built with NxD Inference's own `load_pretrained_config`. Raises SmolLM3Error for values that would run wrong.
+    """
+
+    def add_derived_config(self):
+        self.num_cores_per_group = 1
+        # load_pretrained_config sets it, and the library would prefer it to the path that it is given
+        self.__dict__.pop("_name_or_path", None)
+        for name, value in hf_config.resolve(self.__dict__).items():
+            setattr(self, name, value)
+        self.__dict__.pop("rope_parameters", None)
+        if not hasattr(self, "source_num_key_value_heads"):
+            self.source_num_key_value_heads = self.num_key_value_heads
+        self.num_key_value_heads = self.source_num_key_value_heads * self.sharding_plan().kv_expansion
+
+    def sharding_plan(self) -> ShardingPlan:
+        """What the TP degree does to the checkpoint's heads."""
+        return ShardingPlan(
+            self.neuron_config.tp_degree, self.num_attention_heads, self.source_num_key_value_heads
+        )
+
+    def get_required_attributes(self) -> list[str]:
+        return [*hf_config.REQUIRED, "pad_token_id"]
+
+    @classmethod
+    def get_neuron_config_cls(cls) -> type[NeuronConfig]:
+        return NeuronConfig
+
+
+class NeuronSmolLM3Attention(NeuronAttentionBase):
+    """Grouped-query attention; rotates queries and keys only where `config.no_rope_layers[layer_idx]` is 1."""
+
+    def __init__(self, config: SmolLM3InferenceConfig, layer_idx: int):
+        rotary_emb = None
+        if config.no_rope_layers[layer_idx]:  # 1 means: applies RoPE
+            rotary_emb = RotaryEmbedding(
+                config.head_dim, max_position_embeddings=config.max_position_embeddings, base=config.rope_theta
+            )
+        super().__init__(
+            config=config,
+            hidden_size=config.hidden_size,
+            num_attention_heads=config.num_attention_heads,
+            num_key_value_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            rotary_emb=rotary_emb,
+            rms_norm_eps=config.rms_norm_eps,
+            qkv_bias=config.attention_bias,
+            o_bias=config.attention_bias,
+        )
+
+
+class NeuronSmolLM3DecoderLayer(nn.Module):
+    def __init__(self, config: SmolLM3InferenceConfig, layer_idx: int):
+        super().__init__()
+        self.self_attn = NeuronSmolLM3Attention(config, layer_idx)
+        self.mlp = NeuronLlamaMLP(config)
+        self.input_layernorm = get_rmsnorm_cls()(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = get_rmsnorm_cls()(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: Optional[torch.Tensor] = None,
+        position_ids: Optional[torch.LongTensor] = None,
+        past_key_value: Optional[tuple[torch.Tensor, torch.Tensor]] = None,
+        adapter_ids: Optional[torch.Tensor] = None,
+        cos_cache: Optional[torch.Tensor] = None,
+        sin_cache: Optional[torch.Tensor] = None,
+        **kwargs,
+    ) -> tuple:
+        """hidden_states [batch, seq, hidden] -> (hidden_states, present_key_value, cos_cache, sin_cache, residual)."""
+        residual = hidden_states
+        attention = self.self_attn(
+            hidden_states=self.input_layernorm(hidden_states),
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_value=past_key_value,
+            adapter_ids=adapter_ids,
+            cos_cache=cos_cache,
+            sin_cache=sin_cache,
+            **kwargs,
+        )
+        hidden_states = residual + attention.hidden_states
+
+        residual = hidden_states
+        hidden_states = self.post_attention_layernorm(hidden_states)
+        hidden_states = residual + self.mlp(hidden_states, adapter_ids=adapter_ids)[0]
+
+        if self.self_attn.rotary_emb is not None:
+            cos_cache, sin_cache = attention.cos_cache, attention.sin_cache
+        # else a NoPE layer hands on what it was given: NxD Inference 0.7 and 0.8 may return zeros from it
+        return hidden_states, attention.present_key_value, cos_cache, sin_cache, None
+
+
+class NeuronSmolLM3Model(NeuronBaseModel):
+    """The traced part: token ids in, logits (or sampled tokens) and the KV cache out."""
+
+    def setup_attr_for_model(self, config: SmolLM3InferenceConfig):
+        self.on_device_sampling = config.neuron_config.on_device_sampling_config is not None
+        self.tp_degree = config.neuron_config.tp_degree
+        self.hidden_size = config.hidden_size
+        self.num_attention_heads = config.num_attention_heads
+        self.num_key_value_heads = config.num_key_value_heads
+        self.max_batch_size = config.neuron_config.max_batch_size
+        self.buckets = config.neuron_config.buckets
+
+    def init_model(self, config: SmolLM3InferenceConfig):
+        neuron_config = config.neuron_config
+        self.embed_tokens = ParallelEmbedding(
+            config.vocab_size,
+            config.hidden_size,
+            config.pad_token_id,
+            dtype=neuron_config.torch_dtype,
+            shard_across_embedding=not neuron_config.vocab_parallel,
+            use_spmd_rank=neuron_config.vocab_parallel,
+            sequence_parallel_enabled=neuron_config.sequence_parallel_enabled,
+            sequence_dimension=1,
+            pad=True,
+        )
+        self.layers = nn.ModuleList(
+            NeuronSmolLM3DecoderLayer(config, layer_idx) for layer_idx in range(config.num_hidden_layers)
+        )
+        self.norm = get_rmsnorm_cls()(config.hidden_size, eps=config.rms_norm_eps)
+        self.lm_head = ColumnParallelLinear(
+            config.hidden_size,
+            config.vocab_size,
+            bias=False,
+            pad=True,
+            gather_output=not self.on_device_sampling,
+            keep_padded_output=True,
+            dtype=neuron_config.torch_dtype,
+        )
+
+    def forward(self, *args, **kwargs) -> list[torch.Tensor]:
+        """[logits [batch, 1, vocab_size] or tokens, then K and V of every layer].
+
+        The library masks as many of the last columns as it padded, after they may be cut off: so they are kept until
+        then (keep_padded_output) and cut off here.
+        """
+        outputs = super().forward(*args, **kwargs)
+        if self.lm_head.pad_size and not self.on_device_sampling:
+            outputs[0] = outputs[0][..., : self.vocab_size]
+        return outputs
+
+
+class NeuronSmolLM3ForCausalLM(NeuronBaseForCausalLM):
+    """SmolLM3 for `compile`, `load` and generation with NxD Inference."""
+
+    _model_cls = NeuronSmolLM3Model
+
+    @staticmethod
+    def load_hf_model(model_path, **kwargs):
+        return SmolLM3ForCausalLM.from_pretrained(model_path, **kwargs)
+
+    @classmethod
+    def get_config_cls(cls) -> type[SmolLM3InferenceConfig]:
+        return SmolLM3InferenceConfig
+
+    @classmethod
+    def get_state_dict(cls, model_name_or_path: str, config: SmolLM3InferenceConfig) -> dict:
+        """A folder is read by checkpoint.py: the library takes a stray model.safetensors before a valid index."""
+        if not os.path.isdir(model_name_or_path):
+            return super().get_state_dict(model_name_or_path, config)
+        state_dict = checkpoint.load_state_dict(model_name_or_path, config)
+        state_dict = cls.convert_hf_to_neuron_state_dict(state_dict, config)
+        if config.tie_word_embeddings:
+            cls.update_state_dict_for_tied_weights(state_dict)
+        return state_dict
+
+    @staticmethod
+    def convert_hf_to_neuron_state_dict(state_dict: dict, config: SmolLM3InferenceConfig) -> dict:
+        return checkpoint.to_neuron_state_dict(state_dict, config)
+
+    @staticmethod
+    def update_state_dict_for_tied_weights(state_dict: dict):
+        state_dict["lm_head.weight"] = state_dict["embed_tokens.weight"].clone()
