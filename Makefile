@@ -1,0 +1,27 @@
+# Needs Python 3.10 to 3.12, pip and make; sets up .venv by itself. PYTHON=python3.11 chooses another one.
+PYTHON ?= python3
+TP ?= 2
+VENV := .venv
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test clean
+
+demo: $(STAMP)
+	$(VENV)/bin/python scripts/compile.py --model tiny --tp $(TP) --seq-len 128 --dtype float32 --device cpu --output artifacts/tiny-demo-tp$(TP)
+	$(VENV)/bin/python scripts/validate.py artifacts/tiny-demo-tp$(TP) --device cpu
+
+test: $(STAMP)
+	$(VENV)/bin/python -m pytest
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' || \
+		{ echo "error: Python 3.10 to 3.12 is needed, $(PYTHON) is another; run make PYTHON=python3.11" >&2; exit 2; }
+	@$(PYTHON) -m venv $(VENV) || \
+		{ echo "error: $(PYTHON) cannot make a virtual environment; install its venv module (Debian: python3-venv)" >&2; exit 2; }
+	$(VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(VENV)/bin/python -m pip install --quiet $(TORCH_INDEX) torch==2.13.0
+	$(VENV)/bin/python -m pip install --quiet -e '.[cpu,test]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) artifacts build

@@ -1,0 +1,52 @@
+"""From what a user calls a model (a hub id, a folder, "tiny") to a checkpoint folder. Imports no torch."""
+
+from pathlib import Path
+
+from .errors import SmolLM3Error
+
+DEFAULT_MODEL = "HuggingFaceTB/SmolLM3-3B"
+REVISIONS = {DEFAULT_MODEL: "a07cc9a04f16550a088caea529712d1d335b0ac1"}  # pinned: a name alone is not an identity
+TINY = "tiny"
+FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt")
+
+
+def tiny_folder() -> Path:
+    """The small trained checkpoint of this repository."""
+    return Path(__file__).resolve().parents[1] / "test" / TINY
+
+
+def locate_model(model: str, revision: str | None = None) -> tuple[Path, str, str | None]:
+    """(folder, name, revision) of `model`; a hub id is downloaded into the hub's own cache.
+
+    Raises SmolLM3Error where there is no such model, or the hub cannot be reached; never takes another one.
+    """
+    if model == TINY:
+        if not (tiny_folder() / "config.json").is_file():
+            raise SmolLM3Error(f"'tiny' is part of a checkout of this repository; {tiny_folder()} is not there")
+        return tiny_folder(), TINY, None
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder.resolve(), str(folder.resolve()), None
+    if folder.exists():
+        raise SmolLM3Error(f"{model}: a checkpoint folder is expected, this is a file")
+    if model.startswith((".", "/", "~")) or model.count("/") != 1:
+        raise SmolLM3Error(f"{model}: no such folder; pass a checkpoint folder, a hub id like {DEFAULT_MODEL} or 'tiny'")
+    revision = revision or REVISIONS.get(model)
+    return _download(model, revision), model, revision
+
+
+def _download(repo_id: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    at = f" at revision {revision}" if revision else ""
+    otherwise = "pass --model FOLDER with a checkpoint that is already here, or --model tiny"
+    try:
+        return Path(snapshot_download(repo_id, revision=revision, allow_patterns=list(FILES)))
+    except RepositoryNotFoundError:
+        raise SmolLM3Error(f"{repo_id}{at}: the hub knows no such model, or it needs a login; {otherwise}") from None
+    except HFValidationError as error:
+        raise SmolLM3Error(f"{repo_id}: not a hub id ({str(error).splitlines()[0]}); {otherwise}") from None
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise SmolLM3Error(f"{repo_id}{at}: the hub cannot be reached ({reason[:160]}); {otherwise}") from None

@@ -1,0 +1,62 @@
+"""transformers' `SmolLM3ForCausalLM` as the reference: the same prompts, greedy, beside the Neuron model."""
+
+from pathlib import Path
+from typing import Sequence
+
+import torch
+from transformers import SmolLM3ForCausalLM
+
+from .generation import Generated, decode_inputs, prefill_inputs
+
+# Of the published results of this model on Neuron; the first two are the math prompts.
+PUBLISHED_PROMPTS = (
+    "The square root of 144 is",
+    "1+1=",
+    "Water boils at",
+    "The chemical formula for water is",
+    "The capital of France is",
+    "def fibonacci(n):",
+)
+
+
+def load_reference(folder: str | Path, dtype: torch.dtype = torch.float32) -> SmolLM3ForCausalLM:
+    return SmolLM3ForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+
+@torch.no_grad()
+def reference_generate(
+    reference: SmolLM3ForCausalLM, prompt: Sequence[int], max_new_tokens: int, barred_token_ids: Sequence[int] = ()
+) -> Generated:
+    """Greedy tokens of one prompt and the distance of the two best logits at each; stops at no EOS."""
+    input_ids = torch.tensor([list(prompt)])
+    output = reference.generate(
+        input_ids,
+        attention_mask=torch.ones_like(input_ids),
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        temperature=None,
+        top_p=None,
+        top_k=None,
+        eos_token_id=None,
+        pad_token_id=0,
+        suppress_tokens=list(barred_token_ids) or None,
+        output_scores=True,
+        return_dict_in_generate=True,
+    )
+    best = torch.stack(output.scores)[:, 0].float().topk(2, dim=-1).values
+    return Generated(output.sequences[0, len(prompt) :].tolist(), (best[:, 0] - best[:, 1]).tolist(), True)
+
+
+@torch.no_grad()
+def teacher_forced_logits(model, tokens: Sequence[int], prompt_length: int) -> torch.Tensor:
+    """Logits [len(tokens) - prompt_length + 1, vocab] of a Neuron model fed with `tokens`, whatever it would answer."""
+    model.reset()
+    logits = [model(**prefill_inputs([tokens[:prompt_length]], pad_token_id=0)).logits[0, -1]]
+    for position in range(prompt_length, len(tokens)):
+        logits.append(model(**decode_inputs([tokens[position]], [position])).logits[0, -1])
+    return torch.stack(logits).float()
+
+
+def token_match(tokens: Sequence[int], expected: Sequence[int]) -> float:
+    """Share of equal tokens, place by place, as the published results count it."""
+    return sum(a == b for a, b in zip(tokens, expected)) / max(len(expected), len(tokens))

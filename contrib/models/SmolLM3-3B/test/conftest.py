@@ -1,0 +1,14 @@
+"""The unit tests import `smollm3_neuron`; where only this folder is there, that is its `src`."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+SRC = Path(__file__).resolve().parents[1] / "src"
+
+if importlib.util.find_spec("smollm3_neuron") is None:
+    spec = importlib.util.spec_from_file_location(
+        "smollm3_neuron", SRC / "__init__.py", submodule_search_locations=[str(SRC)]
+    )
+    sys.modules["smollm3_neuron"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules["smollm3_neuron"])

@@ -1,0 +1,138 @@
+import json
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from smollm3_neuron import checkpoint
+from smollm3_neuron.errors import SmolLM3Error
+
+
+def config(tp_degree=1, fused_qkv=False, vocab_parallel=False, **changes) -> SimpleNamespace:
+    values = dict(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, vocab_size=50, attention_bias=False, mlp_bias=False, tie_word_embeddings=True,
+    )  # fmt: skip
+    neuron_config = SimpleNamespace(tp_degree=tp_degree, fused_qkv=fused_qkv, vocab_parallel=vocab_parallel)
+    return SimpleNamespace(**{**values, **changes}, neuron_config=neuron_config)
+
+
+def tensors(config) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {n: torch.randn(s, generator=generator) for n, s in checkpoint.expected_shapes(config).items()}
+
+
+def save(folder, state_dict, shards=1, prefix="model.") -> None:
+    named = {name if name.startswith("lm_head") else prefix + name: tensor for name, tensor in state_dict.items()}
+    if shards == 1:
+        save_file(named, folder / "model.safetensors")
+        return
+    weight_map = {}
+    for shard in range(shards):
+        file = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
+        part = dict(list(named.items())[shard::shards])
+        save_file(part, folder / file)
+        weight_map |= {name: file for name in part}
+    (folder / checkpoint.INDEX).write_text(json.dumps({"weight_map": weight_map}))
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("prefix", ["model.", ""])
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": False}, {"attention_bias": True, "mlp_bias": True}])
+def test_what_was_saved_is_loaded(tmp_path, shards, prefix, changes):
+    cfg = config(**changes)
+    saved = tensors(cfg)
+    save(tmp_path, saved, shards, prefix)
+    loaded = checkpoint.load_state_dict(tmp_path, cfg)
+    assert loaded.keys() == saved.keys()
+    assert all(torch.equal(loaded[name], saved[name]) for name in saved)
+
+
+def test_a_stray_single_file_beside_an_index_is_not_taken(tmp_path):
+    cfg = config()
+    save(tmp_path, tensors(cfg), shards=2)
+    save(tmp_path, {name: tensor + 1 for name, tensor in tensors(cfg).items()})
+    loaded = checkpoint.load_state_dict(tmp_path, cfg)
+    assert torch.equal(loaded["norm.weight"], tensors(cfg)["norm.weight"])
+
+
+def test_faults_of_files_are_named(tmp_path):
+    cfg = config()
+    with pytest.raises(SmolLM3Error, match="neither model.safetensors.index.json nor model.safetensors"):
+        checkpoint.check_checkpoint(tmp_path, cfg)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"x")
+    with pytest.raises(SmolLM3Error, match="found pytorch_model.bin; only safetensors"):
+        checkpoint.check_checkpoint(tmp_path, cfg)
+    save(tmp_path, tensors(cfg), shards=2)
+    second = tmp_path / "model-00002-of-00002.safetensors"
+    whole = second.read_bytes()
+    second.write_bytes(whole[:-1])
+    with pytest.raises(SmolLM3Error, match="model-00002-of-00002.safetensors: not a whole safetensors file"):
+        checkpoint.check_checkpoint(tmp_path, cfg)
+    second.unlink()
+    with pytest.raises(SmolLM3Error, match="model-00002-of-00002.safetensors: missing, but"):
+        checkpoint.check_checkpoint(tmp_path, cfg)
+    second.write_bytes((tmp_path / "model-00001-of-00002.safetensors").read_bytes())
+    with pytest.raises(SmolLM3Error, match="is not in it, but model.safetensors.index.json says so"):
+        checkpoint.check_checkpoint(tmp_path, cfg)
+    (tmp_path / checkpoint.INDEX).write_text("{}")
+    with pytest.raises(SmolLM3Error, match="not a weight index"):
+        checkpoint.check_checkpoint(tmp_path, cfg)
+
+
+def test_faults_of_names_and_shapes_are_named(tmp_path):
+    cfg = config()
+    wrong = tensors(cfg)
+    del wrong["layers.1.mlp.up_proj.weight"], wrong["layers.1.mlp.down_proj.weight"]
+    save(tmp_path, wrong)
+    with pytest.raises(SmolLM3Error, match="layers.1.mlp.up_proj.weight is missing and 1 more"):
+        checkpoint.check_checkpoint(tmp_path, cfg)
+    save(tmp_path, {**tensors(cfg), "layers.0.self_attn.q_norm.weight": torch.ones(8)})
+    with pytest.raises(SmolLM3Error, match="layers.0.self_attn.q_norm.weight is unknown"):
+        checkpoint.check_checkpoint(tmp_path, cfg)
+    save(tmp_path, {**tensors(cfg), "norm.weight": torch.ones(31)})
+    with pytest.raises(SmolLM3Error, match=r"norm.weight has shape \(31,\), config.json asks for \(32,\)"):
+        checkpoint.check_checkpoint(tmp_path, cfg)
+    save(tmp_path, tensors(cfg))
+    with pytest.raises(SmolLM3Error, match="lm_head.weight is missing, but tie_word_embeddings is false"):
+        checkpoint.check_checkpoint(tmp_path, config(tie_word_embeddings=False))
+
+
+def test_leftovers_of_old_versions_are_dropped(tmp_path):
+    cfg = config()
+    save(tmp_path, {**tensors(cfg), "layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
+    converted = checkpoint.to_neuron_state_dict(checkpoint.load_state_dict(tmp_path, cfg), cfg)
+    assert not [name for name in converted if "inv_freq" in name]
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_head_beside_tied_embeddings(same, caplog):
+    cfg = config()
+    state_dict = tensors(cfg)
+    state_dict["lm_head.weight"] = state_dict["embed_tokens.weight"] + (0 if same else 1)
+    with caplog.at_level(logging.WARNING, logger="Neuron"):
+        converted = checkpoint.to_neuron_state_dict(state_dict, cfg)
+    assert "lm_head.weight" not in converted  # update_state_dict_for_tied_weights writes it
+    assert [record for record in caplog.records if "dropped" in record.message] == [] if same else caplog.records
+
+
+@pytest.mark.parametrize("fused_qkv", [False, True])
+@pytest.mark.parametrize("tp_degree, repeats", [(1, 1), (2, 1), (4, 1), (3, 2), (8, 1)])
+def test_kv_heads_are_expanded_only_where_tp_cannot_shard_them(tp_degree, repeats, fused_qkv):
+    cfg = config(tp_degree, fused_qkv, attention_bias=True)
+    before = tensors(cfg)
+    after = checkpoint.to_neuron_state_dict(dict(before), cfg)
+    for kind in ("weight", "bias"):
+        q, k, v = (before[f"layers.1.self_attn.{name}_proj.{kind}"] for name in "qkv")
+        heads = [head for head in k.split(8) for _ in range(repeats)]
+        v_heads = [head for head in v.split(8) for _ in range(repeats)]
+        if fused_qkv:
+            expected = torch.cat([q, *heads, *v_heads])
+            assert torch.equal(after[f"layers.1.self_attn.Wqkv.{kind}"], expected)
+            assert f"layers.1.self_attn.k_proj.{kind}" not in after
+        else:
+            assert torch.equal(after[f"layers.1.self_attn.k_proj.{kind}"], torch.cat(heads))
+            assert torch.equal(after[f"layers.1.self_attn.v_proj.{kind}"], torch.cat(v_heads))
+    for name in ("rank_util.rank", "layers.0.self_attn.rank_util.rank"):
+        assert after[name].tolist() == list(range(tp_degree)) and after[name].dtype == torch.int32

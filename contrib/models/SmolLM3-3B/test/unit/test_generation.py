@@ -1,0 +1,125 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+from smollm3_neuron.errors import SmolLM3Error
+from smollm3_neuron.generation import Sampling, decode_inputs, generate, prefill_inputs
+
+VOCAB = 11
+
+
+class Counter:
+    """Stands in for a model: the logits of a row favour (last token + 1), its cache is the tokens that it was given."""
+
+    def __init__(self, batch_size=2, seq_len=16, max_context_length=8):
+        self.config = SimpleNamespace(
+            neuron_config=SimpleNamespace(batch_size=batch_size, seq_len=seq_len, max_context_length=max_context_length)
+        )
+
+    def reset(self):
+        self.cache = {}
+
+    def __call__(self, input_ids, attention_mask, position_ids, seq_ids):
+        logits = torch.zeros(len(seq_ids), 1, VOCAB)
+        for row, seq in enumerate(seq_ids.tolist()):
+            if position_ids.shape[1] > 1 or position_ids[row] == 0:
+                assert self.cache.get(seq) is None
+                self.cache[seq] = input_ids[row][attention_mask[row].bool()].tolist()
+            else:
+                position = int(position_ids[row])
+                assert position < self.config.neuron_config.seq_len
+                assert attention_mask[row].sum() == position and len(self.cache[seq]) in (position, position + 1)
+                self.cache[seq][position:] = [int(input_ids[row])]
+            logits[row, 0, (self.cache[seq][-1] + 1) % VOCAB] = 5.0
+            logits[row, 0, (self.cache[seq][-1] + 2) % VOCAB] = 3.0
+        return SimpleNamespace(logits=logits)
+
+
+def test_greedy_goes_on_until_the_limit():
+    result = generate(Counter(), [[1, 2], [5]], 4)
+    assert [r.tokens for r in result] == [[3, 4, 5, 6], [6, 7, 8, 9]]
+    assert result[0].margins == [2.0] * 4
+
+
+def test_more_prompts_than_the_batch_size():
+    result = generate(Counter(batch_size=2), [[1], [2], [3], [4], [5]], 2)
+    assert [r.tokens for r in result] == [[2, 3], [3, 4], [4, 5], [5, 6], [6, 7]]
+
+
+def test_a_row_ends_at_its_eos_and_the_others_go_on():
+    result = generate(Counter(), [[1, 2], [5]], 5, eos_token_ids=[4, 7])
+    assert [r.tokens for r in result] == [[3, 4], [6, 7]]
+    result = generate(Counter(), [[1, 2], [5]], 5, eos_token_ids=[4])
+    assert [r.tokens for r in result] == [[3, 4], [6, 7, 8, 9, 10]]
+
+
+def test_barred_tokens_are_never_chosen():
+    assert generate(Counter(), [[1, 2]], 3, eos_token_ids=[3], barred_token_ids=[3])[0].tokens == [4, 5, 6]
+
+
+def test_a_full_cache_ends_a_row():
+    # positions 0 to 5: the prompt's 4, then two new tokens are written and a third one is known
+    assert generate(Counter(seq_len=6), [[1, 2, 3, 4]], 99)[0].tokens == [5, 6, 7]
+    assert generate(Counter(seq_len=6), [[1, 2, 3, 4], [1]], 99)[1].tokens == [2, 3, 4, 5, 6, 7]
+
+
+def test_tokens_are_given_as_they_come():
+    seen = []
+    generate(Counter(batch_size=1), [[1], [5]], 2, on_token=lambda row, token: seen.append((row, token)))
+    assert seen == [(0, 2), (0, 3), (1, 6), (1, 7)]
+
+
+def test_sampling_repeats_with_a_seed_and_does_not_depend_on_the_batch():
+    sampling = Sampling(temperature=2.0, top_k=4, top_p=0.9, seed=7)
+    together = [r.tokens for r in generate(Counter(), [[1, 2], [5]], 6, sampling=sampling)]
+    assert together == [r.tokens for r in generate(Counter(), [[1, 2], [5]], 6, sampling=sampling)]
+    assert together[1] == generate(Counter(), [[5]], 6, sampling=sampling)[0].tokens
+    others = [generate(Counter(), [[5]], 6, sampling=Sampling(2.0, seed=seed))[0].tokens for seed in range(8)]
+    assert len({tuple(tokens) for tokens in others}) > 1
+
+
+@pytest.mark.parametrize(
+    "prompts, new, message",
+    [([[]], 4, "prompt 0 has no tokens"), ([[1], [1] * 9], 4, "prompt 1 has 9 tokens.* 8"), ([[1]], 0, "max_new_tokens is 0")],
+)
+def test_prompts_that_do_not_fit(prompts, new, message):
+    with pytest.raises(SmolLM3Error, match=message):
+        generate(Counter(), prompts, new)
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        ({"temperature": -1}, "temperature is -1"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"top_k": 0}, "top_k is 0"),
+        ({"top_p": 0.0}, "top_p is 0.0"),
+        ({"top_p": 1.5}, "top_p is 1.5"),
+        ({"seed": -1}, "seed is -1"),
+    ],
+)
+def test_sampling_values_that_there_are_not(values, message):
+    with pytest.raises(SmolLM3Error, match=message):
+        Sampling(**values)
+
+
+def test_inputs_are_right_padded():
+    inputs = prefill_inputs([[7, 8, 9], [5]], pad_token_id=3)
+    assert inputs["input_ids"].tolist() == [[7, 8, 9], [5, 3, 3]]
+    assert inputs["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
+    assert inputs["position_ids"].tolist() == [[0, 1, 2], [0, 1, 1]]
+    assert decode_inputs([4, 6], [3, 1])["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
+
+
+def test_logits_that_are_not_numbers_are_an_error():
+    model = Counter()
+    model_call = Counter.__call__
+
+    class Broken(Counter):
+        def __call__(self, **inputs):
+            output = model_call(self, **inputs)
+            output.logits[0, 0, 3] = float("nan")
+            return output
+
+    with pytest.raises(RuntimeError, match="not numbers"):
+        generate(Broken(), [[1]], 2)

@@ -1,0 +1,141 @@
+import json
+
+import pytest
+from smollm3_neuron.errors import SmolLM3Error
+from smollm3_neuron.hf_config import read_config, resolve
+from transformers import SmolLM3Config
+
+# the values of SmolLM3-3B that the model is built from
+RAW = {
+    "model_type": "smollm3",
+    "hidden_size": 2048,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "vocab_size": 128256,
+    "max_position_embeddings": 65536,
+    "rms_norm_eps": 1e-06,
+    "hidden_act": "silu",
+    "rope_theta": 5000000.0,
+    "rope_scaling": None,
+    "no_rope_layer_interval": 4,
+    "no_rope_layers": [1, 1, 1, 0] * 9,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+
+
+def without(*names: str, **changes) -> dict:
+    return {**{name: value for name, value in RAW.items() if name not in names}, **changes}
+
+
+def write(folder, raw) -> None:
+    (folder / "config.json").write_text(raw if isinstance(raw, str) else json.dumps(raw))
+
+
+def test_the_3b():
+    resolved = resolve(RAW)
+    assert [i for i, flag in enumerate(resolved["no_rope_layers"]) if not flag] == [3, 7, 11, 15, 19, 23, 27, 31, 35]
+    assert (resolved["head_dim"], resolved["rope_theta"], resolved["rope_scaling"]) == (128, 5e6, None)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"no_rope_layer_interval": 2},
+        {"no_rope_layer_interval": 1},
+        {"no_rope_layers": [0] * 36},
+        {"no_rope_layers": [1, 0] * 30},
+        {"no_rope_layers": [True, False] * 18},
+        {"no_rope_layer_interval": None},
+    ],
+)
+@pytest.mark.parametrize("given", [True, False])
+def test_the_schedule_is_transformers(changes, given):
+    raw = without(*([] if given or "no_rope_layers" in changes else ["no_rope_layers"]), **changes)
+    arguments = {name: value for name, value in raw.items() if value is not None}
+    expected = SmolLM3Config(**arguments).no_rope_layers[:36]
+    assert resolve(raw)["no_rope_layers"] == [int(flag) for flag in expected]
+
+
+def test_resolving_twice_changes_nothing():
+    once = resolve(RAW)
+    assert resolve({**RAW, **once}) == once
+
+
+@pytest.mark.parametrize(
+    "raw, theta",
+    [
+        (without("rope_theta", "rope_scaling", rope_parameters={"rope_theta": 5e6, "rope_type": "default"}), 5e6),
+        # transformers 4.57 reads a version-5 config and puts its own default beside it
+        (without(rope_theta=2e6, rope_parameters={"rope_theta": 5e6, "rope_type": "default"}), 5e6),
+        (without(rope_scaling={}), 5e6),
+        (without(rope_scaling={"rope_type": "default"}), 5e6),
+        (without(rope_scaling={"type": "default"}, rope_theta=10000), 1e4),
+    ],
+)
+def test_spellings_of_rope(raw, theta):
+    resolved = resolve(raw)
+    assert (resolved["rope_theta"], resolved["rope_scaling"]) == (theta, None)
+
+
+@pytest.mark.parametrize(
+    "changes, named",
+    [
+        ({"no_rope_layers": [1, 1, 1, 0]}, ["no_rope_layers has 4 entries", "36"]),
+        ({"no_rope_layers": []}, ["no_rope_layers has 0 entries", "36"]),
+        ({"no_rope_layers": [1, 2] * 18}, ["no_rope_layers[1] is 2", "1 (applies RoPE) or 0 (NoPE)"]),
+        ({"no_rope_layers": ["1"] * 36}, ["no_rope_layers[0] is '1'"]),
+        ({"no_rope_layers": [1.0] * 36}, ["no_rope_layers[0] is 1.0"]),
+        ({"no_rope_layers": 4}, ["no_rope_layers is 4", "list"]),
+        ({"no_rope_layer_interval": 0}, ["no_rope_layer_interval is 0", "at least 1"]),
+        ({"no_rope_layer_interval": 2.5}, ["no_rope_layer_interval is 2.5"]),
+        ({"num_key_value_heads": 3}, ["num_key_value_heads is 3", "divide", "16"]),
+        ({"num_attention_heads": 12}, ["num_attention_heads is 12", "2048", "head_dim"]),
+        ({"hidden_size": None}, ["hidden_size is missing"]),
+        ({"hidden_size": "2048"}, ["hidden_size is '2048'", "whole number"]),
+        ({"num_hidden_layers": 0}, ["num_hidden_layers is 0"]),
+        ({"vocab_size": True}, ["vocab_size is True"]),
+        ({"rms_norm_eps": None}, ["rms_norm_eps is missing"]),
+        ({"rms_norm_eps": 0}, ["rms_norm_eps is 0"]),
+        ({"rope_theta": None}, ["rope_theta is missing"]),
+        ({"rope_theta": -1.0}, ["rope_theta is -1.0"]),
+        ({"rope_scaling": {"rope_type": "su"}}, ["rope_scaling.rope_type is 'su'", "'default'"]),
+        ({"rope_parameters": {"rope_type": "su", "rope_theta": 5e6}}, ["rope_parameters.rope_type is 'su'"]),
+        ({"rope_scaling": "yarn"}, ["rope_scaling is 'yarn'", "object"]),
+        ({"head_dim": 7}, ["head_dim is 7", "even"]),
+        ({"hidden_act": "gelu"}, ["hidden_act is 'gelu'", "'silu'"]),
+        ({"attention_bias": "no"}, ["attention_bias is 'no'", "true or false"]),
+        ({"use_sliding_window": True, "sliding_window": 4096}, ["sliding_window is 4096", "not supported"]),
+        ({"model_type": "llama"}, ["model_type is 'llama'", "'smollm3'"]),
+        ({"rope_parameters": {"rope_theta": 1e4}}, ["rope_theta is 5000000.0", "rope_parameters.rope_theta is 10000.0"]),
+        ({"dtype": "float32"}, ["torch_dtype is 'bfloat16'", "dtype is 'float32'"]),
+        ({"torch_dtype": "int8"}, ["dtype is 'int8'", "bfloat16"]),
+        ({"quantization_config": {"quant_method": "awq"}}, ["quantization_config", "'awq'"]),
+    ],
+)
+def test_what_would_run_wrong_is_named(tmp_path, changes, named):
+    write(tmp_path, without(**changes))
+    with pytest.raises(SmolLM3Error) as error:
+        read_config(tmp_path)
+    message = str(error.value)
+    assert "\n" not in message and message.startswith(f"{tmp_path / 'config.json'}: ")
+    assert [part for part in named if part not in message] == []
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"model_type": "smollm3"}'])
+def test_a_file_that_is_no_config(tmp_path, text):
+    write(tmp_path, text)
+    with pytest.raises(SmolLM3Error, match="config.json"):
+        read_config(tmp_path)
+
+
+def test_no_file(tmp_path):
+    with pytest.raises(SmolLM3Error, match="no config.json there"):
+        read_config(tmp_path)
+
+
+def test_head_dim_that_is_not_hidden_over_heads():
+    assert resolve(without(head_dim=72, num_attention_heads=12))["head_dim"] == 72

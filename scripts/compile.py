@@ -1,0 +1,63 @@
+"""Compiles SmolLM3 to an artifact: python scripts/compile.py --tp 2"""
+
+import argparse
+import logging
+import time
+import warnings
+from pathlib import Path
+
+import common
+from smollm3_neuron import device, models
+from smollm3_neuron.artifact import Settings, compile_artifact
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default=models.DEFAULT_MODEL, help="hub id, folder or 'tiny' (default: %(default)s)")
+    parser.add_argument("--revision", help="of the hub id (default: the pinned one for the default model)")
+    parser.add_argument("--tp", type=int, default=Settings.tp_degree, help="tensor-parallel degree (default: %(default)s)")
+    parser.add_argument("--seq-len", type=int, default=Settings.seq_len, help="prompt and new tokens (default: %(default)s)")
+    parser.add_argument("--max-context-length", type=int, help="longest prompt (default: --seq-len)")
+    parser.add_argument("--batch-size", type=int, default=Settings.batch_size, help="default: %(default)s")
+    parser.add_argument("--dtype", default=Settings.torch_dtype, help="bfloat16, float16 or float32 (default: %(default)s)")
+    parser.add_argument("--fused-qkv", action="store_true", help="one projection for queries, keys and values")
+    parser.add_argument("--output", type=Path, help="artifact folder (default: artifacts/MODEL-tpN)")
+    common.add_device(parser)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    settings = Settings(
+        tp_degree=args.tp,
+        batch_size=args.batch_size,
+        seq_len=args.seq_len,
+        max_context_length=args.max_context_length,
+        torch_dtype=args.dtype,
+        fused_qkv=args.fused_qkv,
+    )
+    place = device.choose_place(args.device)
+    folder, name, revision = models.locate_model(args.model, args.revision)
+    output = args.output or Path("artifacts") / f"{Path(name).name}-tp{args.tp}"
+    if place == "neuron":
+        weight_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        for line in device.check_device(args.tp, weight_bytes, output):
+            print(f"warning: {line}")
+    else:
+        print("This is the CPU runtime: CPU graphs, not a device's.")
+        logging.disable(logging.WARNING)
+        warnings.simplefilter("ignore")
+    began = time.perf_counter()
+
+    def on_step(step: str) -> None:
+        print(f"[{time.perf_counter() - began:6.1f} s] {step} ...", flush=True)
+
+    artifact = compile_artifact(folder, output, settings, place, name=name, revision=revision, on_step=on_step)
+    print(f"\n{artifact.path}: {name}, tp_degree {args.tp}, in {time.perf_counter() - began:.1f} s")
+    for file, entry in artifact.manifest["files"].items():
+        print(f"  {file:<44} {entry['size'] / 1e6:10.2f} MB")
+    print(f'\nRun it: python scripts/generate.py {artifact.path} "The square root of 144 is"')
+
+
+if __name__ == "__main__":
+    common.run(main)
