@@ -7,8 +7,10 @@ import warnings
 from pathlib import Path
 
 import common
-from smollm3_neuron import device, models
+from smollm3_neuron import device, hf_config, models
 from smollm3_neuron.artifact import Settings, compile_artifact
+from smollm3_neuron.sharding import ShardingPlan
+from tqdm import tqdm
 
 
 def parse_args() -> argparse.Namespace:
@@ -21,9 +23,22 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=Settings.batch_size, help="default: %(default)s")
     parser.add_argument("--dtype", default=Settings.torch_dtype, help="bfloat16, float16 or float32 (default: %(default)s)")
     parser.add_argument("--fused-qkv", action="store_true", help="one projection for queries, keys and values")
+    parser.add_argument("--weights-only", action="store_true", help="keep the artifact's graphs, shard the weights again")
     parser.add_argument("--output", type=Path, help="artifact folder (default: artifacts/MODEL-tpN)")
     common.add_device(parser)
     return parser.parse_args()
+
+
+def kv_heads(folder: Path, tp_degree: int) -> str:
+    """What the TP degree does to the KV heads, and what it costs."""
+    values = hf_config.read_config(folder)
+    plan = ShardingPlan(tp_degree, values["num_attention_heads"], values["num_key_value_heads"])
+    held = plan.key_value_heads_per_rank * tp_degree
+    cost = f": the KV cache takes {held / plan.num_key_value_heads:g} times the memory" if held > plan.num_key_value_heads else ""
+    return (
+        f"{plan.num_key_value_heads} KV heads at tp_degree {tp_degree}: {plan.strategy}, {plan.key_value_heads_per_rank} per rank"
+        f"{cost}"
+    )
 
 
 def main() -> None:
@@ -47,12 +62,29 @@ def main() -> None:
         print("This is the CPU runtime: CPU graphs, not a device's.")
         logging.disable(logging.WARNING)
         warnings.simplefilter("ignore")
+    print(kv_heads(folder, args.tp))
     began = time.perf_counter()
 
     def on_step(step: str) -> None:
         print(f"[{time.perf_counter() - began:6.1f} s] {step} ...", flush=True)
 
-    artifact = compile_artifact(folder, output, settings, place, name=name, revision=revision, on_step=on_step)
+    with tqdm(unit="B", unit_scale=True, leave=False, disable=None) as bar:
+
+        def on_bytes(count: int, total: int) -> None:
+            bar.total = total
+            bar.update(count)
+
+        artifact = compile_artifact(
+            folder,
+            output,
+            settings,
+            place,
+            name=name,
+            revision=revision,
+            weights_only=args.weights_only,
+            on_step=on_step,
+            on_bytes=on_bytes,
+        )
     print(f"\n{artifact.path}: {name}, tp_degree {args.tp}, in {time.perf_counter() - began:.1f} s")
     for file, entry in artifact.manifest["files"].items():
         print(f"  {file:<44} {entry['size'] / 1e6:10.2f} MB")

@@ -17,9 +17,9 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, Iterator, TextIO
 
-from . import __version__, checkpoint, hf_config
+from . import __version__, hf_config
 from .errors import SmolLM3Error
 from .sharding import ShardingPlan
 
@@ -105,6 +105,10 @@ class Artifact:
                     return eos if isinstance(eos, list) else [eos]
         return []
 
+    def graph_files(self) -> list[str]:
+        """What `compile` wrote: all but the weights and what was copied from the checkpoint."""
+        return [f for f in self.manifest["files"] if not f.startswith("weights/") and f not in TOKENIZER_FILES]
+
 
 def build_config(folder: Path, settings: Settings):
     """SmolLM3InferenceConfig of a checkpoint folder with these settings."""
@@ -114,7 +118,10 @@ def build_config(folder: Path, settings: Settings):
     from .modeling_smollm3_3b import SmolLM3InferenceConfig
 
     values = {**asdict(settings), "torch_dtype": getattr(torch, settings.torch_dtype)}
-    neuron_config = SmolLM3InferenceConfig.get_neuron_config_cls()(save_sharded_checkpoint=True, **values)
+    # the library is told to skip sharding: shard_writer.py does it
+    neuron_config = SmolLM3InferenceConfig.get_neuron_config_cls()(
+        save_sharded_checkpoint=True, skip_sharding=True, **values
+    )
     return SmolLM3InferenceConfig(neuron_config, load_config=load_pretrained_config(str(folder)))
 
 
@@ -126,42 +133,82 @@ def compile_artifact(
     *,
     name: str | None = None,
     revision: str | None = None,
+    weights_only: bool = False,
     on_step: Callable[[str], None] = lambda step: None,
+    on_bytes: Callable[[int, int], None] = lambda count, total: None,
 ) -> Artifact:
     """Compiles the checkpoint in `folder` to the artifact folder `output`; `ensure_neuronx` must have been called.
 
-    `on_step` is called with each step's name as it begins. Every fault of config and checkpoint is told before anything
-    is compiled; nothing stands at `output` unless it is whole. Raises SmolLM3Error.
+    What stands there already and is the same is taken as it is. `weights_only` keeps the graphs and shards the weights
+    again. `on_step` is called with each step's name as it begins, `on_bytes` with (bytes of weights just written, of
+    all). Every fault of config and checkpoint is told before anything is compiled; nothing stands at `output` unless it
+    is whole. Raises SmolLM3Error.
     """
     on_step("checking the checkpoint")
     values = hf_config.read_config(folder)
     settings = settings.checked(values)
-    files = checkpoint.check_checkpoint(folder, SimpleNamespace(**values))
-    if output.exists() and not (output / MANIFEST).is_file() and (not output.is_dir() or any(output.iterdir())):
-        raise SmolLM3Error(f"{output}: something is there that is not an artifact; choose another --output")
+    model = {"name": name or str(folder), "folder": str(folder), "revision": revision, **_identity(folder)}
+    made_of = {"format": FORMAT, "place": place, "model": model, "settings": asdict(settings), "versions": versions()}
+    standing = _standing(output, place, made_of, weights_only)
+    if standing and not weights_only:
+        on_step("nothing to do: the same artifact is there already")
+        return standing
+    from . import checkpoint
+
+    checkpoint.check_checkpoint(folder, SimpleNamespace(**values))
     with _staging(output) as staging:
-        from .modeling_smollm3_3b import NeuronSmolLM3ForCausalLM
+        from .shard_writer import shard_bytes, write_shards
 
         config = build_config(folder, settings)
-        on_step(f"compiling and sharding for tp_degree {settings.tp_degree}")
         seconds = time.perf_counter()
-        NeuronSmolLM3ForCausalLM(str(folder), config).compile(str(staging))
-        seconds = time.perf_counter() - seconds
+        if weights_only:
+            on_step("keeping the graphs")
+            for file in standing.graph_files():
+                shutil.copyfile(output / file, staging / file)
+        else:
+            from .modeling_smollm3_3b import NeuronSmolLM3ForCausalLM
+
+            on_step(f"compiling for tp_degree {settings.tp_degree}")
+            NeuronSmolLM3ForCausalLM(str(folder), config).compile(str(staging))
+        compile_seconds = time.perf_counter() - seconds
+        on_step("sharding the weights")
+        total = shard_bytes(config)
+        weights = write_shards(folder, config, staging / "weights", lambda count: on_bytes(count, total))
         for file in TOKENIZER_FILES:
             if (folder / file).is_file():
                 shutil.copyfile(folder / file, staging / file)
         on_step("writing artifact.json")
+        others = {p.relative_to(staging).as_posix() for p in staging.rglob("*") if p.is_file()} - weights.keys()
+        files = {file: {"size": (staging / file).stat().st_size, "sha256": sha256(staging / file)} for file in others}
         manifest = {
-            "format": FORMAT,
-            "place": place,
-            "model": {"name": name or str(folder), "folder": str(folder), "revision": revision, **_identity(folder, files)},
-            "settings": asdict(settings),
-            "versions": versions(),
-            "seconds": round(seconds, 1),
-            "files": {path.relative_to(staging).as_posix(): _entry(path) for path in _files_in(staging)},
+            **made_of,
+            "seconds": {"compile": round(compile_seconds, 1), "all": round(time.perf_counter() - seconds, 1)},
+            "files": dict(sorted((files | weights).items())),
         }
-        (staging / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+        (staging / MANIFEST).write_text(json.dumps({**manifest, "sha256": _digest(manifest)}, indent=2) + "\n")
     return open_artifact(output, place)
+
+
+def _standing(output: Path, place: str, made_of: dict[str, Any], weights_only: bool) -> Artifact | None:
+    """The artifact that stands at `output`, if it can be kept: the same one, or with `weights_only` its graphs."""
+    if not (output / MANIFEST).is_file():
+        if output.exists() and (not output.is_dir() or any(output.iterdir())):
+            raise SmolLM3Error(f"{output}: something is there that is not an artifact; choose another --output")
+        if weights_only:
+            raise SmolLM3Error(f"{output}: no artifact there whose graphs could be kept; compile without --weights-only")
+        return None
+    if not weights_only:
+        with contextlib.suppress(SmolLM3Error):
+            standing = open_artifact(output, place)
+            return standing if {key: standing.manifest[key] for key in made_of} == made_of else None
+        return None
+    standing = open_artifact(output, place)
+    wanted = {**made_of["settings"], "config_sha256": made_of["model"]["config_sha256"]}
+    there = {**standing.manifest["settings"], "config_sha256": standing.manifest["model"]["config_sha256"]}
+    for key, value in wanted.items():
+        if there[key] != value:
+            raise SmolLM3Error(f"{output}: its graphs have {key} {there[key]}, not {value}; compile without --weights-only")
+    return standing
 
 
 def open_artifact(path: Path, place: str, *, tp_degree: int | None = None, verify: bool = False) -> Artifact:
@@ -178,22 +225,20 @@ def open_artifact(path: Path, place: str, *, tp_degree: int | None = None, verif
         raise SmolLM3Error(f"{path}: no {MANIFEST} in it, so it is not an artifact of scripts/compile.py") from None
     except (ValueError, KeyError, TypeError) as error:
         raise SmolLM3Error(f"{path / MANIFEST}: damaged ({error!r}); compile again") from None
+    if manifest.pop("sha256", None) != _digest(manifest):
+        raise SmolLM3Error(f"{path / MANIFEST}: damaged, its digest is not its own; compile again")
     if version != FORMAT:
         raise SmolLM3Error(f"{path}: artifact format {version}, this version reads {FORMAT}; compile again")
-    try:
-        artifact = Artifact(path, manifest)
-        settings, files, made_by = artifact.settings, manifest["files"], manifest["versions"]
-        made_for = manifest["place"]
-    except (KeyError, TypeError) as error:
-        raise SmolLM3Error(f"{path / MANIFEST}: damaged ({error!r}); compile again") from None
-    if made_for != place:
-        raise SmolLM3Error(f"{path}: made for {made_for!r}, but this is {place!r}; compile it here")
+    artifact = Artifact(path, manifest)
+    if artifact.place != place:
+        raise SmolLM3Error(f"{path}: made for {artifact.place!r}, but this is {place!r}; compile it here")
+    settings, made_by = artifact.settings, manifest["versions"]
     if tp_degree is not None and settings.tp_degree != tp_degree:
         raise SmolLM3Error(f"{path}: made for tp_degree {settings.tp_degree}, not {tp_degree}; compile it for {tp_degree}")
     for package, here in versions().items():
         if made_by.get(package) != here:
             raise SmolLM3Error(f"{path}: made with {package} {made_by.get(package)}, here is {here}; compile again")
-    for file, entry in files.items():
+    for file, entry in manifest["files"].items():
         _check_file(path / file, entry, verify)
     return artifact
 
@@ -215,14 +260,10 @@ def _staging(output: Path) -> Iterator[Path]:
     output = output.absolute()
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        lock = open(output.parent / f".{output.name}.lock", "w")
+        lock = _lock(output)
     except OSError as error:
         raise SmolLM3Error(f"{output.parent}: cannot write there ({error.strerror}); choose another --output") from None
     with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise SmolLM3Error(f"{output}: another compile is writing it; wait for it or choose another --output") from None
         for left in output.parent.glob(f".{output.name}.partial-*"):
             shutil.rmtree(left, ignore_errors=True)
         staging = Path(tempfile.mkdtemp(prefix=f".{output.name}.partial-", dir=output.parent))
@@ -244,42 +285,57 @@ def _staging(output: Path) -> Iterator[Path]:
             else:
                 os.environ["BASE_COMPILE_WORK_DIR"] = work_dir
             shutil.rmtree(staging, ignore_errors=True)
-            (output.parent / f".{output.name}.lock").unlink(missing_ok=True)
+            os.unlink(lock.name)
 
 
-def _identity(folder: Path, files: dict[str, Path]) -> dict[str, str]:
-    """Digests of the config and of the weights' names, files and sizes: what another checkpoint would differ in."""
-    names = sorted((name, path.name, path.stat().st_size) for name, path in files.items())
+def _lock(output: Path) -> TextIO:
+    """The open lock file of `output`, held; SmolLM3Error where another process holds it."""
+    while True:
+        lock = open(output.parent / f".{output.name}.lock", "w")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+            raise SmolLM3Error(f"{output}: another compile is writing it; wait for it or choose another --output") from None
+        # the one who held it may have removed the file between our open and our lock
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(lock.fileno()), os.stat(lock.name)):
+                return lock
+        lock.close()
+
+
+def _identity(folder: Path) -> dict[str, Any]:
+    """Digests of the config and the weight index, and the weights' files: what another checkpoint would differ in."""
+    index, files = folder / "model.safetensors.index.json", sorted(folder.glob("*.safetensors"))
     return {
-        "config_sha256": hashlib.sha256((folder / "config.json").read_bytes()).hexdigest(),
-        "weights_sha256": hashlib.sha256(json.dumps(names).encode()).hexdigest(),
+        "config_sha256": sha256(folder / "config.json"),
+        "index_sha256": sha256(index) if index.is_file() else None,
+        "weights": [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files],
     }
 
 
-def _files_in(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
-
-
-def _entry(path: Path) -> dict[str, Any]:
-    return {"size": path.stat().st_size, "sha256": _sha256(path)}
-
-
-def _sha256(path: Path) -> str:
+def sha256(path: Path, size: int | None = None) -> str:
+    """Of the whole file, or of its first `size` bytes."""
+    digest, left = hashlib.sha256(), path.stat().st_size if size is None else size
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _sha256_310(file)
-
-
-def _sha256_310(file) -> str:
-    digest = hashlib.sha256()
-    while chunk := file.read(1 << 20):
-        digest.update(chunk)
+        while left > 0 and (chunk := file.read(min(left, 1 << 20))):
+            digest.update(chunk)
+            left -= len(chunk)
     return digest.hexdigest()
 
 
+def _digest(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
 def _check_file(path: Path, entry: dict[str, Any], verify: bool) -> None:
+    """A weights file is checked by its size and header, with `verify` whole; any other file always whole."""
     if not path.is_file():
         raise SmolLM3Error(f"{path}: missing; compile again")
     if path.stat().st_size != entry["size"]:
         raise SmolLM3Error(f"{path}: {path.stat().st_size} bytes, {entry['size']} were written; compile again")
-    if (verify or path.suffix != ".safetensors") and _sha256(path) != entry["sha256"]:
+    header = entry.get("header")
+    if header and sha256(path, header["size"]) != header["sha256"]:
+        raise SmolLM3Error(f"{path}: damaged, the digest of its header differs from {MANIFEST}'s; compile again")
+    if (verify or not header) and sha256(path) != entry["sha256"]:
         raise SmolLM3Error(f"{path}: damaged, its digest differs from {MANIFEST}'s; compile again")

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from .errors import SmolLM3Error
-from .sharding import ShardingPlan
+from .sharding import ShardingPlan, source_num_key_value_heads
 
 logger = logging.getLogger("Neuron")
 
@@ -79,11 +79,6 @@ def expected_shapes(config: Any) -> dict[str, tuple[int, ...]]:
             if bias:
                 shapes[f"{layer}.{name}.bias"] = (out_features,)
     return shapes
-
-
-def source_num_key_value_heads(config: Any) -> int:
-    """The KV heads of the checkpoint, where the model's config holds them expanded."""
-    return getattr(config, "source_num_key_value_heads", None) or config.num_key_value_heads
 
 
 def check_checkpoint(folder: str | Path, config: Any) -> dict[str, Path]:

@@ -11,6 +11,7 @@ import subprocess
 from pathlib import Path
 
 from .errors import SmolLM3Error
+from .machines import INSTANCES, check_tp_degree
 from .runtime import ensure_neuronx
 
 DEVICES = ("auto", "neuron", "cpu")
@@ -40,6 +41,11 @@ def choose_place(device: str) -> str:
 def check_device(tp_degree: int, weight_bytes: int, output: Path) -> list[str]:
     """Preflight before a compile on a device: raises SmolLM3Error for what cannot work, returns lines of what may not."""
     warnings = []
+    instance = instance_type()
+    if instance in INSTANCES:
+        check_tp_degree(instance, tp_degree)
+    else:
+        warnings.append(f"instance type {instance or 'unknown'}: which TP degrees its runtime takes is not known here")
     check_nxdi(importlib.metadata.version("neuronx-distributed-inference"))
     devices = _neuron_ls()
     if devices is None:
@@ -60,6 +66,14 @@ def check_device(tp_degree: int, weight_bytes: int, output: Path) -> list[str]:
     if memory < needed:
         warnings.append(f"{memory / GiB:.1f} GiB of memory are available, sharding may take {needed / GiB:.1f} GiB: add swap")
     return warnings
+
+
+def instance_type() -> str | None:
+    """As the machine's firmware names it, e.g. "trn1.2xlarge"; None: it does not."""
+    try:
+        return Path("/sys/devices/virtual/dmi/id/product_name").read_text().strip() or None
+    except OSError:
+        return None
 
 
 def check_nxdi(version: str) -> None:

@@ -3,27 +3,10 @@ import json
 import pytest
 from smollm3_neuron.errors import SmolLM3Error
 from smollm3_neuron.hf_config import read_config, resolve
+from smollm3_neuron.models import SMOLLM3_3B
 from transformers import SmolLM3Config
 
-# the values of SmolLM3-3B that the model is built from
-RAW = {
-    "model_type": "smollm3",
-    "hidden_size": 2048,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "vocab_size": 128256,
-    "max_position_embeddings": 65536,
-    "rms_norm_eps": 1e-06,
-    "hidden_act": "silu",
-    "rope_theta": 5000000.0,
-    "rope_scaling": None,
-    "no_rope_layer_interval": 4,
-    "no_rope_layers": [1, 1, 1, 0] * 9,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-}
+RAW = SMOLLM3_3B
 
 
 def without(*names: str, **changes) -> dict:

@@ -36,3 +36,41 @@ def test_9_query_and_3_kv_heads():
 def test_tp_degrees_that_there_are_not(tp_degree):
     with pytest.raises(SmolLM3Error, match="tp_degree is .*1 to 32"):
         ShardingPlan(tp_degree, 16, 4)
+
+
+def _(*heads):
+    return [None if head == "-" else head for head in heads]
+
+
+@pytest.mark.parametrize(
+    "tp_degree, heads, kv_heads, of_queries, of_kv",
+    [
+        (2, 4, 2, [[0, 1], [2, 3]], [[0], [1]]),
+        (4, 4, 2, [[0], [1], [2], [3]], [[0], [0], [1], [1]]),
+        # replicated: the padding stands at the end of each KV head's group
+        (6, 9, 3, [_(0, 1), _(2, "-"), _(3, 4), _(5, "-"), _(6, 7), _(8, "-")], [[0], [0], [1], [1], [2], [2]]),
+        # one KV head per query head, padding at the end of all
+        (2, 9, 3, [_(0, 1, 2, 3, 4), _(5, 6, 7, 8, "-")], [_(0, 0, 0, 1, 1), _(1, 2, 2, 2, "-")]),
+        (3, 4, 2, [_(0, 1), _(2, 3), _("-", "-")], [_(0, 0), _(1, 1), _("-", "-")]),
+    ],
+)
+def test_which_head_stands_where(tp_degree, heads, kv_heads, of_queries, of_kv):
+    plan = ShardingPlan(tp_degree, heads, kv_heads)
+    assert [plan.query_heads(rank) for rank in range(tp_degree)] == of_queries
+    assert [plan.key_value_heads(rank) for rank in range(tp_degree)] == of_kv
+
+
+@pytest.mark.parametrize("heads, kv_heads", [(16, 4), (9, 3), (12, 4), (15, 5), (8, 8), (6, 1)])
+@pytest.mark.parametrize("tp_degree", range(1, 33))
+def test_every_query_head_once_and_beside_its_kv_head(tp_degree, heads, kv_heads):
+    plan = ShardingPlan(tp_degree, heads, kv_heads)
+    seen = []
+    for rank in range(tp_degree):
+        queries, keys = plan.query_heads(rank), plan.key_value_heads(rank)
+        assert len(queries) == plan.attention_heads_per_rank and len(keys) == plan.key_value_heads_per_rank
+        group = len(queries) // len(keys)
+        for place, head in enumerate(queries):
+            if head is not None:
+                seen.append(head)
+                assert keys[place // group] == head // (heads // kv_heads)
+    assert sorted(seen) == list(range(heads))
