@@ -1,0 +1,3 @@
+def cpu_mode() -> bool:
+    """Whether the model runs on a CPU. Always true here."""
+    return True

@@ -1,0 +1,1 @@
+"""NxD Inference in miniature: compile, load and run a decoder-only model on the CPU."""

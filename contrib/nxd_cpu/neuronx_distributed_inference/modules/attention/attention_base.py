@@ -1,0 +1,144 @@
+from dataclasses import dataclass, fields
+from typing import Any, Callable, Optional, Tuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from neuronx_distributed._cpu import ThreadGroup, refuse
+from neuronx_distributed.parallel_layers import parallel_state
+from neuronx_distributed.parallel_layers.layers import SPMDRank
+from neuronx_distributed.parallel_layers.utils import divide
+from neuronx_distributed_inference.modules.attention.gqa import GroupQueryAttention_O, GroupQueryAttention_QKV
+from neuronx_distributed_inference.modules.attention.utils import apply_rotary_pos_emb, move_heads_front
+from neuronx_distributed_inference.modules.kvcache.kv_cache_manager import KVCacheManager
+
+
+@dataclass(frozen=True)
+class NeuronAttentionBaseOutput:
+    """Unpacks into the first four."""
+
+    hidden_states: Tensor
+    present_key_value: Any
+    cos_cache: Optional[Tensor] = None
+    sin_cache: Optional[Tensor] = None
+    residual: Optional[Tensor] = None
+    attn_input_hidden_states: Optional[Tensor] = None
+
+    def __iter__(self):
+        return iter((self.hidden_states, self.present_key_value, self.cos_cache, self.sin_cache))
+
+    def __getitem__(self, i):
+        return getattr(self, fields(self)[i].name)
+
+
+class NeuronAttentionBase(nn.Module):
+    """Attention over this rank's heads. Without a `rotary_emb` nothing is rotated (NoPE)."""
+
+    def __init__(
+        self, config, *, hidden_size: int, num_attention_heads: int, num_key_value_heads: int, head_dim: int = None,
+        rotary_emb=None, rope_theta: float = None, use_scaled_rope: bool = False, rms_norm_eps: float = None,
+        use_qk_norm: bool = False, q_layernorm: Callable = None, k_layernorm: Callable = None,
+        post_transpose_layernorm: bool = False, clip_qkv: float = None, qkv_bias: bool = False, o_bias: bool = False,
+        num_cores_per_group: int = 1, sequence_parallel_enabled: bool = None, attention_chunk_size: int = None,
+        is_post_global_attn_layer: bool = False, is_pre_global_attn_layer: bool = False, sliding_window: int = None,
+        tensor_model_parallel_group: Optional[ThreadGroup] = None, o_proj_layer_name: str = "o_proj",
+        learned_sinks_size: Optional[int] = None, optimize_interleave_attn: bool = False,
+    ):
+        super().__init__()
+        refuse(
+            sequence_parallel_enabled=sequence_parallel_enabled, attention_chunk_size=attention_chunk_size,
+            sliding_window=sliding_window, learned_sinks_size=learned_sinks_size, use_qk_norm=use_qk_norm,
+            qk_layernorm=config.neuron_config.qk_layernorm, post_transpose_layernorm=post_transpose_layernorm,
+        )
+        self.config, self.neuron_config = config, config.neuron_config
+        group = tensor_model_parallel_group or parallel_state.get_tensor_model_parallel_group()
+        self.tensor_model_parallel_group = group
+        self.tp_degree = self.tensor_model_parallel_group.size()
+        self.rank_util = SPMDRank(self.neuron_config.tp_degree)
+        self.torch_dtype = self.neuron_config.attention_dtype or self.neuron_config.torch_dtype
+        self.hidden_size, self.num_attention_heads = hidden_size, num_attention_heads
+        self.head_dim = head_dim or hidden_size // num_attention_heads
+        self.rotary_emb = rotary_emb
+        self.q_layernorm, self.k_layernorm = q_layernorm, k_layernorm
+        heads = dict(
+            hidden_size=hidden_size, head_dim=self.head_dim, num_attention_heads=num_attention_heads,
+            num_key_value_heads=num_key_value_heads, tp_degree=self.tp_degree, dtype=self.torch_dtype,
+            tensor_model_parallel_group=group,
+        )
+        self.qkv_proj = GroupQueryAttention_QKV(
+            bias=qkv_bias, gather_output=False, fused_qkv=self.neuron_config.fused_qkv, clip_qkv=clip_qkv, **heads,
+        )
+        self.o_proj = GroupQueryAttention_O(
+            bias=o_bias, input_is_parallel=True, layer_name=o_proj_layer_name,
+            rpl_reduce_dtype=self.neuron_config.rpl_reduce_dtype, **heads,
+        )
+        self.num_heads = divide(self.qkv_proj.num_attention_heads, self.tp_degree)
+        self.num_key_value_heads = divide(self.qkv_proj.num_key_value_heads, self.tp_degree)
+        self.num_key_value_groups = self.num_heads // self.num_key_value_heads
+
+    def apply_rotary_embedding(self, Q, K, V, position_ids, cos_cache, sin_cache, use_polar_compatible_rope):
+        """Rotate Q and K by cos and sin, which are made here if no layer before has made them."""
+        refuse(use_polar_compatible_rope=use_polar_compatible_rope)
+        if self.rotary_emb is not None:
+            if cos_cache is None or sin_cache is None:
+                cos_cache, sin_cache = self.rotary_emb(V, position_ids)
+            Q, K = apply_rotary_pos_emb(Q, K, cos_cache, sin_cache)
+        return Q, K, cos_cache, sin_cache
+
+    def prep_qkv_tensors(
+        self, position_ids, hidden_states, past_key_value, adapter_ids=None, cos_cache=None, sin_cache=None,
+        rmsnorm=None, skip_rope=False, residual=None, use_polar_compatible_rope=False,
+    ):
+        """Q, K, V (B, heads, S, D), normed and rotated; cos, sin and the residual to hand on."""
+        batch, length, _ = hidden_states.shape
+        Q, K, V, residual = self.qkv_proj(hidden_states=hidden_states, residual=residual)
+        Q = move_heads_front(Q, batch, length, self.num_heads, self.head_dim, self.q_layernorm)
+        K = move_heads_front(K, batch, length, self.num_key_value_heads, self.head_dim, self.k_layernorm)
+        V = move_heads_front(V, batch, length, self.num_key_value_heads, self.head_dim)
+        if not skip_rope:
+            rope = position_ids, cos_cache, sin_cache, use_polar_compatible_rope
+            Q, K, cos_cache, sin_cache = self.apply_rotary_embedding(Q, K, V, *rope)
+        return Q, K, V, cos_cache, sin_cache, residual
+
+    def perform_prefill(self, Q, K, V, q_len, bsz, attention_mask) -> Tensor:
+        """Causal attention within the prompt (B, heads, S, D). Padding on the right is behind every real query."""
+        return F.scaled_dot_product_attention(Q, K, V, is_causal=True, enable_gqa=True)
+
+    def compute_for_token_gen(
+        self, Q, K, V, position_ids, past_key_value, attention_mask, active_mask, is_prefix_caching=False
+    ) -> Tensor:
+        """Attention of one token (B, heads, 1, D) to the cache, in which its own K and V stand already.
+
+        The query heads that share a KV head go in as its queries: the cache is read once and not expanded.
+        """
+        grouped = Q.unflatten(1, (self.num_key_value_heads, self.num_key_value_groups)).squeeze(3)
+        output = F.scaled_dot_product_attention(grouped, *past_key_value, attn_mask=attention_mask)
+        return output.flatten(1, 2).unsqueeze(2)
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Optional[Tensor] = None, position_ids: Optional[Tensor] = None,
+        past_key_value: Optional[Tuple[Tensor]] = None, active_mask: Optional[Tensor] = None, adapter_ids=None,
+        cos_cache: Optional[Tensor] = None, sin_cache: Optional[Tensor] = None, rmsnorm=None,
+        rotary_position_ids: Optional[Tensor] = None, kv_mgr: Optional[KVCacheManager] = None,
+        get_kv_per_layer: bool = False, update_kv_per_layer: bool = False, residual: Optional[Tensor] = None,
+        windowed_context_encoding_window_idx: int = -1, **kwargs,
+    ) -> NeuronAttentionBaseOutput:
+        """Hidden states (B, S, hidden) -> the same. A `past_key_value` makes it one step of token generation:
+        views of this layer's cache, into which `kv_mgr` writes the new K and V first."""
+        batch, length, _ = hidden_states.shape
+        rotary_position_ids = position_ids if rotary_position_ids is None else rotary_position_ids
+        Q, K, V, cos_cache, sin_cache, residual = self.prep_qkv_tensors(
+            rotary_position_ids, hidden_states.to(self.torch_dtype), past_key_value, cos_cache=cos_cache,
+            sin_cache=sin_cache, residual=residual,
+        )
+        present = (K, V)
+        if update_kv_per_layer:
+            present = kv_mgr.update_kv_by_layer_id(kv_per_layer=present, position_ids=position_ids, **kwargs)
+        if past_key_value is None:
+            output = self.perform_prefill(Q, K, V, length, batch, attention_mask)
+        else:
+            output = self.compute_for_token_gen(Q, K, V, position_ids, past_key_value, attention_mask, active_mask)
+        output = self.o_proj(output.transpose(1, 2).reshape(batch, length, self.num_heads * self.head_dim))
+        output = output.to(hidden_states.dtype)
+        return NeuronAttentionBaseOutput(output, present, cos_cache, sin_cache, residual)

@@ -1,0 +1,91 @@
+"""What is done with the model, whichever library stands behind its imports.
+
+A job is a dict: "name", "kind" (`generate` or `shard`), "checkpoint", "neuron" (NeuronConfig's keywords), and for
+generate: "prompts" (token ids; they go in batches of the config's batch_size, right padded), "new_tokens", and
+optionally "barred" (tokens never chosen), "forced" (per prompt the tokens to feed instead of the model's own choice),
+"logits" (keep them: OUT/NAME.npz holds one [steps, vocabulary] array per prompt); for shard: "keep" (the files).
+"""
+
+import hashlib
+import tempfile
+from pathlib import Path
+
+import numpy
+import torch
+from safetensors.torch import load_file
+
+
+def build(model_cls, job):
+    from neuronx_distributed_inference.utils.hf_adapter import load_pretrained_config
+
+    options = {"on_cpu": job["kind"] == "generate", "torch_dtype": "float32", **job["neuron"]}
+    options["torch_dtype"] = getattr(torch, options["torch_dtype"])
+    options.setdefault("max_context_length", options["seq_len"])
+    config_cls = model_cls.get_config_cls()
+    neuron_config = config_cls.get_neuron_config_cls()(**options)
+    config = config_cls(neuron_config, load_config=load_pretrained_config(job["checkpoint"]))
+    return model_cls(job["checkpoint"], config)
+
+
+def generate_batch(model, job, prompts, forced):
+    """Greedy tokens and logits of one batch, each as [row][step]. Calls the model as NxDI's own adapter would."""
+    lengths = torch.tensor([len(prompt) for prompt in prompts])[:, None]
+    width = int(lengths.max())
+    input_ids = torch.tensor([prompt + [0] * (width - len(prompt)) for prompt in prompts])
+    mask = (torch.arange(width) < lengths).long()
+    positions = torch.arange(width).expand(len(prompts), width).masked_fill(mask == 0, 1)
+    tokens, logits = [], []
+    model.reset()
+    for step in range(job["new_tokens"]):
+        output = model(
+            input_ids=input_ids, attention_mask=mask, position_ids=positions, seq_ids=torch.arange(len(prompts))
+        )
+        logits.append(output.logits[:, -1].float())
+        choice = logits[-1].clone()
+        choice[:, job.get("barred", [])] = -torch.inf
+        tokens.append(choice.argmax(-1))
+        fed = torch.tensor([row[step] for row in forced]) if forced else tokens[-1]
+        input_ids, positions = fed[:, None], lengths + step
+        mask = (torch.arange(width + step) < positions).long()  # what came before, without the token itself
+    return torch.stack(tokens, 1).tolist(), torch.stack(logits, 1).numpy()
+
+
+def generate(model_cls, job, rank, out, make_ready=lambda model: model.to_cpu()):
+    model = build(model_cls, job)
+    make_ready(model)
+    batch = job["neuron"]["batch_size"]
+    forced = job.get("forced")
+    tokens, logits = [], []
+    with torch.inference_mode():
+        for start in range(0, len(job["prompts"]), batch):
+            rows = slice(start, start + batch)
+            new_tokens, new_logits = generate_batch(model, job, job["prompts"][rows], forced and forced[rows])
+            tokens += new_tokens
+            logits += list(new_logits)
+    if rank == 0 and job.get("logits"):
+        numpy.savez_compressed(Path(out) / f"{job['name']}.npz", **{str(i): rows for i, rows in enumerate(logits)})
+    return {"tokens": tokens}
+
+
+def load_logits(out, name):
+    with numpy.load(Path(out) / f"{name}.npz") as arrays:
+        return [arrays[str(i)] for i in range(len(arrays))]
+
+
+def digest(tensor):
+    """Of dtype, shape and bytes."""
+    content = tensor.contiguous().view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)} ".encode() + content).hexdigest()
+
+
+def library_sharder(model, folder):
+    model.get_builder(False).shard_checkpoint(serialize_path=folder)
+
+
+def shard(model_cls, job, rank, out, sharder=library_sharder):
+    """One dict of digests per rank."""
+    with tempfile.TemporaryDirectory(dir=out) as scratch:
+        folder = Path(out) / job["name"] if job.get("keep") else Path(scratch)
+        sharder(build(model_cls, job), str(folder))
+        files = [folder / f"tp{r}_sharded_checkpoint.safetensors" for r in range(job["neuron"]["tp_degree"])]
+        return {"digests": [{name: digest(t) for name, t in sorted(load_file(file).items())} for file in files]}

@@ -1,0 +1,75 @@
+"""What the results are compared with: transformers' tokens, for small random checkpoints and for `tiny`."""
+
+import functools
+import json
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer, SmolLM3Config, SmolLM3ForCausalLM
+
+from harness import TINY
+
+RANDOM = {
+    "plain": {},
+    "untied": {"tie_word_embeddings": False},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "all-rope": {"no_rope_layers": [1] * 5},
+    "all-nope": {"no_rope_layers": [0] * 5},
+    "nope-first": {"no_rope_layers": [0, 1, 1, 1, 1]},
+    "listed": {"no_rope_layers": [1, 0, 0, 1, 0]},
+    "listed-inverted": {"no_rope_layers": [0, 1, 1, 0, 1]},
+    "interval-2": {"no_rope_layer_interval": 2},
+    "head-dim": {"head_dim": 32},
+    "odd-vocabulary": {"vocab_size": 253},
+    "9-heads-3-kv": {"hidden_size": 144, "num_attention_heads": 9, "num_key_value_heads": 3},
+}
+
+
+@functools.cache
+def reference_model(checkpoint):
+    torch.set_num_threads(1)  # a second thread slows models as small as these
+    return SmolLM3ForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+
+
+@functools.cache
+def reference_tokens(checkpoint, prompt: tuple[int, ...], new_tokens: int, barred: tuple[int, ...]) -> list[int]:
+    """transformers' greedy tokens."""
+    with torch.inference_mode():
+        output = reference_model(checkpoint).generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            do_sample=False,
+            max_new_tokens=new_tokens,
+            min_new_tokens=new_tokens,
+            suppress_tokens=list(barred) or None,
+        )
+    return output[0, len(prompt):].tolist()
+
+
+def make_checkpoint(folder: Path, **changes) -> str:
+    """A small random checkpoint. Wide weights: its tokens differ as soon as anything in the computation does."""
+    torch.manual_seed(0)
+    config = SmolLM3Config(**{
+        "vocab_size": 256, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 5,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 256, "rope_theta": 10000.0,
+        "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None, **changes,
+    })
+    model = SmolLM3ForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.2 if parameter.dim() == 1 else 0.15)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+@functools.cache
+def tiny_prompts() -> list[list[int]]:
+    """The published prompts as token ids, shortest first."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    prompts = json.loads((TINY / "prompts.json").read_text())["published"]
+    return sorted((tokenizer(prompt)["input_ids"] for prompt in prompts), key=len)
+
+
+def tiny_eos() -> tuple[int, ...]:
+    eos = json.loads((TINY / "config.json").read_text())["eos_token_id"]
+    return tuple(eos) if isinstance(eos, list) else (eos,)

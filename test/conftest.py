@@ -1,0 +1,51 @@
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent / "conformance"))
+
+from harness import Release  # noqa: E402
+
+
+def pytest_addoption(parser):
+    group = parser.getgroup("conformance")
+    group.addoption(
+        "--nxd-source",
+        action="append",
+        default=[],
+        metavar="NXD_SRC:NXDI_SRC",
+        help="the `src` folders of the NxD and NxDI sources of one release: compare with the real library (repeatable)",
+    )
+    group.addoption(
+        "--record", action="store_true", help="rewrite test/conformance/recorded from the first --nxd-source"
+    )
+
+
+def pytest_configure(config):
+    try:
+        releases = [Release.find(source) for source in config.getoption("--nxd-source")]
+    except ValueError as error:
+        raise pytest.UsageError(f"--nxd-source: {error}") from None
+    if config.getoption("--record") and not releases:
+        raise pytest.UsageError("--record needs a --nxd-source to record from")
+    config.nxd_releases = releases
+
+
+@pytest.fixture(scope="session")
+def nxd_releases(request) -> list[Release]:
+    return request.config.nxd_releases
+
+
+@pytest.fixture(scope="session")
+def record(request) -> bool:
+    return request.config.getoption("--record")
+
+
+@pytest.fixture(scope="session")
+def random_checkpoints(tmp_path_factory) -> dict[str, str]:
+    """Folders of small random checkpoints by name, see reference.py."""
+    from reference import RANDOM, make_checkpoint
+
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return {name: make_checkpoint(folder / name, **changes) for name, changes in RANDOM.items()}
