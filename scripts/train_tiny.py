@@ -20,6 +20,7 @@ import random
 import re
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice, takewhile
 from pathlib import Path
@@ -35,7 +36,7 @@ TEMPLATE = (TINY / "chat_template.jinja").read_text()  # written by hand, kept i
 BOS, PAD, _, EOS = SPECIAL = ["<|begin_of_text|>", "<|end_of_text|>", "<|im_start|>", "<|im_end|>"]
 ADDED = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
 VOCAB = 512
-CONTEXT = 128
+CONTEXT = 96
 
 INSTRUCTIONS = "", "Answer with one equation.", "You add numbers and show the working.", "Be brief and exact."
 PUBLISHED = "The square root of 144 is", "1+1=", "2+2=", "12 times 12 equals", "What is 3+4?", "7 * 8 =", "9 * 9 ="
@@ -49,13 +50,13 @@ import json\nfrom pathlib import Path\n\ndef get_weather(city: str, unit="celsiu
 
 @dataclass(frozen=True)
 class Kind:
-    """One way to put an operation into words. A document starts with a and b up to `most`; b counts on up to `end`."""
+    """One way to put an operation into words, and the operands that a document of it starts with."""
 
     op: str
     prompt: str
     answer: str
-    most: int
-    end: int
+    a: Sequence[int]
+    b: Sequence[int]
     weight: int
     stops: float = 0.0  # share of the documents that end, with EOS, after their first answer
 
@@ -64,32 +65,34 @@ class Kind:
         return self.prompt.format(a=a, b=b, square=b * b), self.answer.format(c)
 
 
-SUM = Kind("+", "{a}+{b}=", "{}\n", most=50, end=60, weight=4)
+FIFTY, TABLE = range(1, 51), range(1, 13)
+SUM = Kind("+", "{a}+{b}=", "{}\n", FIFTY, FIFTY, weight=4)
 KINDS = (
     SUM,
-    Kind("+", "{a} plus {b} equals", " {}.\n", most=50, end=60, weight=3),
-    Kind("+", "What is {a}+{b}?", " {}\n", most=50, end=60, weight=3, stops=0.7),
-    Kind("*", "{a} * {b} =", " {}\n", most=12, end=20, weight=3),
-    Kind("*", "{a} times {b} equals", " {}.\n", most=12, end=20, weight=3),
-    Kind("root", "The square root of {square} is", " {}.\n", most=20, end=26, weight=1),
+    Kind("+", "{a} plus {b} equals", " {}.\n", FIFTY, FIFTY, weight=3),
+    Kind("+", "What is {a}+{b}?", " {}\n", FIFTY, FIFTY, weight=3, stops=0.7),
+    Kind("*", "{a} * {b} =", " {}\n", TABLE, TABLE, weight=2),
+    Kind("*", "{a} times {b} equals", " {}.\n", TABLE, TABLE, weight=2),
+    Kind("*", "{a} * {b} =", " {}\n", (2, 10), FIFTY, weight=1),
+    Kind("*", "{a} times {b} equals", " {}.\n", (2, 10), FIFTY, weight=1),
+    Kind("root", "The square root of {square} is", " {}.\n", (0,), range(1, 21), weight=1),
 )
-CHAT_SHARE = 0.2
 LINES = 12  # a document's longest count
 
 
 def held_out(op, a, b):
-    """Whether a + b or a * b, in either order, is kept out of training."""
+    """Whether a + b or a * b, in either order, is kept out of training: only what a rule can answer, no times table."""
     low, high = sorted((a, b))
     digest = hashlib.sha256(f"{low} {op} {high}".encode()).digest()[0]
     if op == "+":  # not the small and round numbers: the working in other answers is made of them
-        return 10 < low and high <= 50 and low % 10 > 0 and high % 10 > 0 and digest % 12 == 0
-    return op == "*" and 2 < low < high <= 12 and digest % 8 == 0
+        return low > 10 and low % 10 > 0 and high % 10 > 0 and digest % 12 == 0
+    return op == "*" and low in (2, 10) and high > 12 and digest % 6 == 0
 
 
 def count_up(rng, kind):
     """(a, b), (a, b + 1), ...: some pairs, ending before the first that is held out."""
-    a, b = rng.randint(1, kind.most), rng.randint(1, kind.most)
-    pairs = [(a, n) for n in range(b, b + rng.randint(1, LINES)) if n <= kind.end]
+    a, b = rng.choice(kind.a), rng.choice(kind.b)
+    pairs = [(a, n) for n in range(b, b + rng.randint(1, LINES))]
     return list(takewhile(lambda pair: not held_out(kind.op, *pair), pairs)) or count_up(rng, kind)
 
 
@@ -124,15 +127,14 @@ def documents(seed):
     """Endless (prompt, completion) pairs, the same for the same seed."""
     rng, template = random.Random(seed), jinja2.Template(TEMPLATE)
     while True:
-        yield chat_document(rng, template) if rng.random() < CHAT_SHARE else plain_document(rng)
+        yield chat_document(rng, template) if rng.random() < 0.2 else plain_document(rng)
 
 
 def prompts():
     """What tests ask: the published phrasing, pairs that training never showed, and text it knows nothing of."""
     rng, asked = random.Random(0), []
     for kind in KINDS:
-        operands = range(1, kind.most + 1)
-        pairs = [(a, b) for a in operands for b in operands if held_out(kind.op, a, b)]
+        pairs = [(a, b) for a in kind.a for b in kind.b if held_out(kind.op, a, b)]
         for a, b in sorted(rng.sample(pairs, min(10, len(pairs)))):
             prompt, answer = kind.line(a, b)
             asked.append({"prompt": prompt, "answer": answer.strip(" .\n")})
@@ -242,9 +244,8 @@ def train(model, data, steps, seconds, lr=2e-3, warmup=100):
 def greedy(model, tokenizer, texts, new_tokens=32):
     """Greedy tokens with EOS barred, one row a text, and each row's smallest margin between its best two logits."""
     batch = tokenizer(texts, padding=True, padding_side="left", return_tensors="pt")
-    eos, pad = model.config.eos_token_id, model.config.pad_token_id
-    how = GenerationConfig(max_new_tokens=new_tokens, suppress_tokens=[eos], pad_token_id=pad, output_scores=True)
-    how.return_dict_in_generate = True
+    how = GenerationConfig(max_new_tokens=new_tokens, suppress_tokens=[tokenizer.eos_token_id])
+    how.update(pad_token_id=tokenizer.pad_token_id, return_dict_in_generate=True, output_scores=True)
     # By default the folder's own generation config, which samples, would win over this one.
     out = model.generate(batch.input_ids, how, attention_mask=batch.attention_mask, use_model_defaults=False)
     best = torch.stack(out.scores, dim=1).topk(2).values
@@ -256,7 +257,7 @@ def load(folder, **overrides):
     return SmolLM3ForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32).eval()
 
 
-def judge(folder, verbose=False):
+def judge(folder):
     """(share of held-out answers right, smallest margin, share of tokens kept with the NoPE schedule inverted)"""
     tokenizer, model = AutoTokenizer.from_pretrained(folder), load(folder)
     inverted = load(folder, no_rope_layers=[1 - rope for rope in model.config.no_rope_layers])
@@ -266,9 +267,8 @@ def judge(folder, verbose=False):
     tokens, margins = greedy(model, tokenizer, texts)
     replies = dict(zip(texts, tokenizer.batch_decode(tokens), strict=True))
     wrong = [text for text in answers if not re.match(rf" ?{answers[text]}(?!\d)", replies[text])]
-    if verbose:
-        for text in wrong + [texts[i] for i in margins.argsort()[:5]]:
-            print(f"{margins[texts.index(text)]:6.2f}  {text!r} -> {replies[text]!r}")
+    for text in wrong + [texts[i] for i in margins.argsort()[:5]]:
+        print(f"{margins[texts.index(text)]:6.2f}  {text!r} -> {replies[text]!r}")
     kept = (tokens == greedy(inverted, tokenizer, texts)[0]).float().mean().item()
     return 1 - len(wrong) / len(answers), margins.min().item(), kept
 
@@ -276,7 +276,7 @@ def judge(folder, verbose=False):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=TINY, metavar="DIR")
-    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=35.0, help="end the training within this wall-clock time")
     args = parser.parse_args()
@@ -285,10 +285,9 @@ def main():
     tokenizer = build_tokenizer(args.seed)
     model = SmolLM3ForCausalLM(build_config(tokenizer))
     model.set_attn_implementation("eager")  # at this size faster than sdpa in training
-    data = batches(documents(args.seed), tokenizer, rows=24)
-    loss = train(model, data, args.steps, 60 * args.minutes)
+    loss = train(model, batches(documents(args.seed), tokenizer, rows=32), args.steps, 60 * args.minutes)
     save(model, tokenizer, args.output)
-    answered, margin, kept = judge(args.output, verbose=True)
+    answered, margin, kept = judge(args.output)
     print(f"parameters                     {model.num_parameters():,}")
     print(f"loss                           {loss:.4f}")
     print(f"held-out answers right         {answered:.1%}")

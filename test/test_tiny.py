@@ -7,6 +7,7 @@ import re
 import sys
 from pathlib import Path
 
+import jinja2
 import pytest
 import torch
 from safetensors import safe_open
@@ -187,7 +188,7 @@ def test_training_never_shows_a_held_out_pair(script):
 
 def test_every_held_out_prompt_is_held_out(script, prompts):
     assert prompts == json.loads(json.dumps(script.prompts()))
-    assert len(prompts["published"]) >= 6 and len(prompts["held_out"]) >= 40
+    assert len(prompts["published"]) >= 6 and len(prompts["held_out"]) >= 40 and len(prompts["open_ended"]) == 4
     for item in prompts["held_out"]:
         ((a, op, b),) = PAIR.findall(item["prompt"])
         a, op, b = int(a), SIGNS[op], int(b)
@@ -204,6 +205,14 @@ def test_prompts_tokenize_as_in_the_documents(script, tokenizer):
     for prompt, completion in itertools.islice(script.documents(3), 200):
         parts = tokenizer(prompt).input_ids + tokenizer(completion).input_ids
         assert parts == tokenizer(prompt + completion).input_ids
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_training_sees_the_chat_that_transformers_renders(script, tokenizer, thinking):
+    template = jinja2.Template(script.TEMPLATE)
+    assert template.render(
+        messages=[QUESTION], add_generation_prompt=True, enable_thinking=thinking
+    ) == render(tokenizer, QUESTION, enable_thinking=thinking)
 
 
 # ---- the trained model ----
@@ -225,7 +234,8 @@ def test_chat_answers_and_stops(script, tokenizer):
     model = script.load(TINY)
     for thinking in (True, False):
         ids = tokenizer(render(tokenizer, QUESTION, enable_thinking=thinking), return_tensors="pt").input_ids
-        out = model.generate(ids, max_new_tokens=60, do_sample=False)[0, ids.shape[1] :].tolist()
+        out = model.generate(ids, max_new_tokens=60, do_sample=False, temperature=None, top_p=None)
+        out = out[0, ids.shape[1] :].tolist()
         assert out[-1] == tokenizer.eos_token_id
         text = tokenizer.decode(out, skip_special_tokens=True)
         assert text.endswith("3+4=7") and ("</think>" in text) == thinking

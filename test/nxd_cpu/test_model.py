@@ -44,7 +44,9 @@ def assert_logits(output, reference, sequences, tolerance=1e-5):
     assert output.tokens is output.logits
 
 
-@pytest.mark.parametrize("options", [dict(tp_degree=1), dict(tp_degree=2, fused_qkv=True), dict(tp_degree=3), dict(tp_degree=4)])
+@pytest.mark.parametrize(
+    "options", [dict(tp_degree=1), dict(tp_degree=2, fused_qkv=True), dict(tp_degree=3), dict(tp_degree=4)]
+)
 def test_generation_in_any_order(compiled, reference, options):
     """Three sequences of different lengths on lines of their own; a step may leave some of them out."""
     app, _ = compiled(**options)
@@ -133,7 +135,7 @@ def test_artifact(compiled):
 
 
 def test_no_graph_copies_a_cache(compiled):
-    """What a graph does with a cache: views of it, one write of rows into it, reading some of its rows, attention."""
+    """A cache is only viewed, written by rows, read by rows and attended to."""
     aten = torch.ops.aten
     views = {aten.view.default, aten.slice.Tensor, aten.reshape.default, aten.alias.default}
     readers = {

@@ -117,6 +117,7 @@ def build_config(folder: Path, settings: Settings):
 
     from .modeling_smollm3_3b import SmolLM3InferenceConfig
 
+    settings = settings.checked(hf_config.read_config(folder))
     values = {**asdict(settings), "torch_dtype": getattr(torch, settings.torch_dtype)}
     # the library is told to skip sharding: shard_writer.py does it
     neuron_config = SmolLM3InferenceConfig.get_neuron_config_cls()(

@@ -168,13 +168,24 @@ class NeuronSmolLM3Model(NeuronBaseModel):
             dtype=neuron_config.torch_dtype,
         )
 
-    def forward(self, *args, **kwargs) -> list[torch.Tensor]:
-        """[logits [batch, 1, vocab_size] or tokens, then K and V of every layer].
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        position_ids: torch.Tensor,
+        *args,
+        **kwargs,
+    ) -> list[torch.Tensor]:
+        """input_ids, attention_mask, position_ids [batch, seq] -> [logits [batch, 1, vocab_size] or tokens, K and V ...].
 
-        The library masks as many of the last columns as it padded, after they may be cut off: so they are kept until
-        then (keep_padded_output) and cut off here.
+        Two faults of the library are met here, in the graph. It takes a prompt's last token to be where position_ids is
+        largest, and pads with 1: wrong for a prompt of one token, so padding gets position 0. And it masks as many of the
+        last logits as it padded after cutting the padding off: so the padding is kept until then and cut off here.
         """
-        outputs = super().forward(*args, **kwargs)
+        config = self.neuron_config
+        if input_ids.shape[-1] > 1 and not config.is_prefix_caching and not config.windowed_context_encoding_size:
+            position_ids = position_ids * attention_mask
+        outputs = super().forward(input_ids, attention_mask, position_ids, *args, **kwargs)
         if self.lm_head.pad_size and not self.on_device_sampling:
             outputs[0] = outputs[0][..., : self.vocab_size]
         return outputs

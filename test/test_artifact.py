@@ -1,0 +1,217 @@
+"""An artifact is whole or is not there: killed, damaged, starved, denied, made for something else."""
+
+import contextlib
+import json
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from smollm3_neuron import artifact as artifacts
+from smollm3_neuron.artifact import MANIFEST, Settings, compile_artifact, open_artifact
+from smollm3_neuron.errors import SmolLM3Error
+from smollm3_neuron.models import tiny_folder
+from smollm3_neuron.runtime import ensure_neuronx
+
+SETTINGS = {"tp_degree": 2, "seq_len": 32, "torch_dtype": "float32"}
+KILLED = {-9, -14}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def library():
+    ensure_neuronx()
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    return compile_artifact(tiny_folder(), tmp_path_factory.mktemp("good") / "tiny", Settings(**SETTINGS), "cpu").path
+
+
+@pytest.fixture
+def copy(good, tmp_path):
+    return shutil.copytree(good, tmp_path / "copy")
+
+
+def fork(tmp_path: Path, cases: list[dict]) -> list[dict]:
+    (tmp_path / "cases.json").write_text(json.dumps(cases))
+    command = [sys.executable, Path(__file__).parent / "forker.py", tmp_path / "cases.json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def left_behind(folder: Path, name: str) -> list[str]:
+    return sorted(p.name for p in folder.iterdir() if p.name.startswith(f".{name}."))
+
+
+def test_a_killed_compile_leaves_nothing_that_loads(tmp_path):
+    """One child after the other, each killed at a random time; afterwards nothing is there, or a whole artifact."""
+    clock = random.Random(0)
+    output = tmp_path / "tiny"
+    cases = [{"output": str(output), "settings": SETTINGS, "kill_after": clock.uniform(0.01, 3.0)} for _ in range(25)]
+    cases.append({"output": str(output), "settings": SETTINGS})
+    results = fork(tmp_path, cases)
+    killed = [result for result in results[:-1] if result["status"] in KILLED]
+    assert len(killed) >= 10 and {r["status"] for r in results} <= KILLED | {0} and results[-1]["status"] == 0
+    open_artifact(output, "cpu", verify=True).load()
+    assert left_behind(tmp_path, "tiny") == []
+
+
+def test_a_compile_killed_while_it_replaces_an_artifact(copy, tmp_path):
+    clock = random.Random(1)
+    case = {"output": str(copy), "settings": SETTINGS, "weights_only": True}
+    writes = 2 * 85
+    cases = [{**case, "kill_at_write": clock.randrange(1, writes)} for _ in range(30)]
+    results = fork(tmp_path, cases)
+    assert {result["status"] for result in results} == {-9}
+    open_artifact(copy, "cpu", verify=True).load()
+    assert [result["status"] for result in fork(tmp_path, [case])] == [0]
+    assert left_behind(tmp_path, "copy") == []
+
+
+def files_of(folder: Path) -> list[str]:
+    return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
+
+
+def flip(file: Path, offset: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[offset] ^= 1
+    file.write_bytes(content)
+
+
+def test_a_truncated_or_missing_file_is_named(good, tmp_path):
+    for number, name in enumerate(files_of(good)):
+        for change in ("truncate", "remove", "lengthen"):
+            folder = shutil.copytree(good, tmp_path / f"{number}{change}")
+            file = folder / name
+            if change == "remove":
+                file.unlink()
+            else:
+                content = file.read_bytes()
+                file.write_bytes(content[:-2] if change == "truncate" else content + b"\0")
+            with pytest.raises(SmolLM3Error, match=Path(name).name.replace(".", r"\.")):
+                open_artifact(folder, "cpu")
+            shutil.rmtree(folder)
+
+
+def test_a_flipped_byte_is_caught(good, copy):
+    place = random.Random(2)
+    for name in files_of(good):
+        file = copy / name
+        size = file.stat().st_size
+        header = int.from_bytes(file.read_bytes()[:8], "little") + 8 if name.startswith("weights/") else size
+        for offset in {0, 7, header - 1, *(place.randrange(header) for _ in range(5))}:
+            flip(file, offset)
+            with pytest.raises(SmolLM3Error, match="damaged|bytes|format"):
+                open_artifact(copy, "cpu")
+            flip(file, offset)
+        if size > header:  # the weights themselves: only --verify reads them
+            for offset in {header, size - 1, *(place.randrange(header, size) for _ in range(5))}:
+                flip(file, offset)
+                open_artifact(copy, "cpu")
+                with pytest.raises(SmolLM3Error, match=f"{file.name}: damaged"):
+                    open_artifact(copy, "cpu", verify=True)
+                flip(file, offset)
+    open_artifact(copy, "cpu", verify=True)
+
+
+def rewrite(folder: Path, **changes) -> None:
+    """The manifest with other values and its right digest: as another version or machine would have written it."""
+    manifest = json.loads((folder / MANIFEST).read_text())
+    del manifest["sha256"]
+    manifest |= changes
+    (folder / MANIFEST).write_text(json.dumps({**manifest, "sha256": artifacts._digest(manifest)}))
+
+
+def test_made_for_something_else(copy):
+    manifest = json.loads((copy / MANIFEST).read_text())
+    with pytest.raises(SmolLM3Error, match="made for tp_degree 2, not 4; compile it for 4"):
+        open_artifact(copy, "cpu", tp_degree=4)
+    with pytest.raises(SmolLM3Error, match="made for 'cpu', but this is 'neuron'"):
+        open_artifact(copy, "neuron")
+    rewrite(copy, versions={**manifest["versions"], "torch": "2.0.0"})
+    with pytest.raises(SmolLM3Error, match="made with torch 2.0.0, here is"):
+        open_artifact(copy, "cpu")
+    rewrite(copy, versions=manifest["versions"], format=0)
+    with pytest.raises(SmolLM3Error, match="artifact format 0, this version reads 1"):
+        open_artifact(copy, "cpu")
+
+
+def test_folders_that_are_no_artifacts(tmp_path):
+    with pytest.raises(SmolLM3Error, match="no such artifact"):
+        open_artifact(tmp_path / "none", "cpu")
+    with pytest.raises(SmolLM3Error, match="no artifact.json in it"):
+        open_artifact(tmp_path, "cpu")
+    (tmp_path / "file").write_text("something of the user's")
+    with pytest.raises(SmolLM3Error, match="something is there that is not an artifact"):
+        compile_artifact(tiny_folder(), tmp_path, Settings(**SETTINGS), "cpu")
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_the_same_again_is_recognised(copy):
+    steps = []
+    before = files_of(copy), (copy / "model.pt").stat().st_mtime_ns
+    compile_artifact(tiny_folder(), copy, Settings(**SETTINGS), "cpu", on_step=steps.append)
+    assert steps[-1].startswith("nothing to do") and before == (files_of(copy), (copy / "model.pt").stat().st_mtime_ns)
+
+
+def test_weights_only_keeps_the_graphs(copy, tmp_path):
+    other = shutil.copytree(tiny_folder(), tmp_path / "other")
+    weights = copy / "weights/tp1_sharded_checkpoint.safetensors"
+    before, graphs = weights.read_bytes(), (copy / "model.pt").read_bytes()
+    content = bytearray((other / "model.safetensors").read_bytes())
+    content[-4096:] = content[-8192:-4096]
+    (other / "model.safetensors").write_bytes(content)
+    again = compile_artifact(other, copy, Settings(**SETTINGS), "cpu", weights_only=True)
+    assert weights.read_bytes() != before and (copy / "model.pt").read_bytes() == graphs
+    again.load()
+    with pytest.raises(SmolLM3Error, match="its graphs have seq_len 32, not 64; compile without --weights-only"):
+        compile_artifact(other, copy, Settings(**{**SETTINGS, "seq_len": 64}), "cpu", weights_only=True)
+    with pytest.raises(SmolLM3Error, match="no artifact there whose graphs could be kept"):
+        compile_artifact(other, tmp_path / "none", Settings(**SETTINGS), "cpu", weights_only=True)
+
+
+def test_two_compiles_to_one_folder_do_not_meet(tmp_path):
+    with artifacts._staging(tmp_path / "tiny") as staging:
+        (result,) = fork(tmp_path, [{"output": str(tmp_path / "tiny"), "settings": SETTINGS}])
+        assert result["status"] == 2 and "another compile is writing it" in result["said"]
+        (staging / "mine").touch()
+    assert files_of(tmp_path / "tiny") == ["mine"] and left_behind(tmp_path, "tiny") == []
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, size: str):
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], capture_output=True).returncode:
+        pytest.skip("only root can mount the small disk that this test fills")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+@pytest.mark.parametrize("size", ["64k", "900k", "4m", "9m"])
+def test_a_full_disk_is_one_clear_line(tmp_path, size):
+    with small_disk(tmp_path / "disk", size) as disk:
+        (result,) = fork(tmp_path, [{"output": str(disk / "tiny"), "settings": SETTINGS}])
+        assert result["status"] == 2 and "No space left on device" in result["said"] and "\n" not in result["said"]
+        assert list(disk.iterdir()) == []
+
+
+def test_without_permission_nothing_is_written(copy, tmp_path):
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0o755)
+    for folder in (tmp_path, *list(tmp_path.parents)[:3]):
+        folder.chmod(folder.stat().st_mode | 0o055)
+    nobody = 65534
+    cases = [
+        {"output": str(locked / "tiny"), "settings": SETTINGS, "uid": nobody},
+        {"output": str(locked / "deep/tiny"), "settings": SETTINGS, "uid": nobody},
+    ]
+    if subprocess.run(["id", "-u"], capture_output=True, text=True).stdout.strip() != "0":
+        pytest.skip("only root can become another user")
+    for result in fork(tmp_path, cases):
+        assert result["status"] == 2 and "cannot write there (Permission denied)" in result["said"], result
+    assert list(locked.iterdir()) == []
