@@ -21,6 +21,8 @@ RANDOM = {
     "interval-2": {"no_rope_layer_interval": 2},
     "head-dim": {"head_dim": 32},
     "odd-vocabulary": {"vocab_size": 253},
+    "one-token": {},  # prompted with one, which the library would read at its padding
+    "12-heads-4-kv": {"hidden_size": 192, "num_attention_heads": 12},
     "9-heads-3-kv": {"hidden_size": 144, "num_attention_heads": 9, "num_key_value_heads": 3},
 }
 

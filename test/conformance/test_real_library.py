@@ -26,8 +26,14 @@ class Cell:
 TINY_CELLS = [
     Cell("tiny", tp, fused, batch) for tp in (1, 2, 4, 8) for fused in (False, True) for batch in (1, 2)
 ]
-RANDOM_CELLS = [Cell(name, tp, fused=tp == 2) for name in RANDOM if name != "listed-inverted" for tp in (1, 2)] + [
-    Cell("plain", 3), Cell("plain", 3, fused=True), Cell("9-heads-3-kv", 2), Cell("odd-vocabulary", 4)
+ELSEWHERE = ("listed-inverted", "one-token", "12-heads-4-kv")  # not in the matrix of TP 1 and 2
+RANDOM_CELLS = [Cell(name, tp, fused=tp == 2) for name in RANDOM if name not in ELSEWHERE for tp in (1, 2)] + [
+    Cell("plain", 3), Cell("plain", 3, fused=True), Cell("9-heads-3-kv", 2), Cell("odd-vocabulary", 4),
+    Cell("one-token", 1), Cell("one-token", 2, batch=1),
+]
+# the degrees that convert to MHA, and many ranks: minutes on few cores
+SLOW_CELLS = [Cell("tiny", tp, fused) for tp in (3, 5, 6, 7, 12, 16) for fused in (False, True)] + [
+    Cell("12-heads-4-kv", 6), Cell("12-heads-4-kv", 6, fused=True), Cell("9-heads-3-kv", 2, fused=True)
 ]
 TWIN = Cell("listed-inverted", 1)  # the weights of "listed", and each flag the other way round
 
@@ -39,16 +45,20 @@ def pytest_generate_tests(metafunc):
         skip = pytest.mark.skip(reason="needs --nxd-source NXD_SRC:NXDI_SRC, the sources of the real library")
         metafunc.parametrize("release, cell", [pytest.param(None, None, marks=skip, id="real-library")])
         return
-    cells = [TWIN] if metafunc.function is test_inverted_schedule_is_noticed else TINY_CELLS + RANDOM_CELLS
+    twin = metafunc.function is test_inverted_schedule_is_noticed
     metafunc.parametrize("release, cell", [
-        pytest.param(release, cell, id=f"{release.version}-{cell.name}")
+        pytest.param(
+            release, cell, id=f"{release.version}-{cell.name}", marks=pytest.mark.slow if cell in SLOW_CELLS else ()
+        )
         for release in metafunc.config.nxd_releases
-        for cell in cells
+        for cell in ([TWIN] if twin else TINY_CELLS + RANDOM_CELLS + SLOW_CELLS)
         if release.version != "0.7.0" or cell.tp <= 2
     ])
 
 
 def prompts_of(cell):
+    if cell.checkpoint == "one-token":
+        return [[11], RANDOM_PROMPTS[0]]
     if cell.checkpoint != "tiny":
         return RANDOM_PROMPTS
     prompts = tiny_prompts()

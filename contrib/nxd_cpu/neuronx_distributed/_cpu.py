@@ -5,7 +5,6 @@ partners through a thread-local: nothing in a graph knows which rank runs it.
 """
 
 import contextlib
-import os
 import queue
 import threading
 import weakref
@@ -90,8 +89,8 @@ def _(x: Tensor, dim: int, size: int) -> Tensor:
 
 def _serve(jobs: queue.SimpleQueue, rank: int) -> None:
     while (job := jobs.get()) is not None:
-        work, meeting, results = job
-        torch.set_num_threads(max(1, os.cpu_count() // meeting.size))
+        work, meeting, threads, results = job
+        torch.set_num_threads(max(1, threads // meeting.size))
         try:
             with meeting.attend(rank), torch.no_grad():
                 results.put((rank, work(rank), None))
@@ -122,7 +121,7 @@ class RankThreads:
         with self._lock:
             threads = torch.get_num_threads()
             for jobs in self._jobs:
-                jobs.put((work, meeting, results))
+                jobs.put((work, meeting, threads, results))
             try:
                 done = [results.get() for _ in self._jobs]
             except BaseException:  # an interrupt: leave no rank behind in a collective

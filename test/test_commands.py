@@ -1,0 +1,179 @@
+"""The commands as a user runs them: bad input is one line and exit code 2, and leaves nothing behind."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from smollm3_neuron.models import tiny_folder
+
+ROOT = Path(__file__).resolve().parents[1]
+SMALL = ["--seq-len", "64", "--dtype", "float32"]
+
+
+def run(script: str, *args, **environment) -> subprocess.CompletedProcess:
+    import os
+
+    command = [sys.executable, ROOT / f"scripts/{script}.py", *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, timeout=300)
+
+
+def refused(done: subprocess.CompletedProcess, *parts: str) -> None:
+    lines = [line for line in done.stderr.splitlines() if line]
+    assert done.returncode == 2 and len(lines) == 1 and lines[0].startswith("error: "), done.stderr
+    assert [part for part in parts if part not in lines[0]] == [], lines[0]
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    return shutil.copytree(tiny_folder(), tmp_path / "checkpoint")
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory):
+    output = tmp_path_factory.mktemp("artifact") / "tiny"
+    done = run("compile", "--model", "tiny", "--tp", 2, "--batch-size", 2, *SMALL, "--output", output)
+    assert done.returncode == 0, done.stderr
+    return output
+
+
+def compiled(tmp_path: Path) -> list[str]:
+    return [p.name for p in tmp_path.iterdir() if "artifact" in p.name]
+
+
+@pytest.mark.parametrize(
+    "args, parts",
+    [
+        (["--model", "/no/such/folder"], ["/no/such/folder: no such folder", "tiny"]),
+        (["--model", "nosuchmodel"], ["nosuchmodel: no such folder"]),
+        (["--tp", "0"], ["tp_degree is 0", "1 to 32"]),
+        (["--tp", "33"], ["tp_degree is 33", "1 to 32"]),
+        (["--seq-len", "1"], ["seq_len is 1", "from 2 to 4096"]),
+        (["--seq-len", "5000"], ["seq_len is 5000", "4096"]),
+        (["--max-context-length", "96"], ["max_context_length is 96", "64"]),
+        (["--batch-size", "0"], ["batch_size is 0"]),
+        (["--dtype", "int8"], ["dtype is 'int8'", "bfloat16"]),
+        (["--device", "neuron"], ["Neuron SDK is not installed", "--device cpu"]),
+        (["--device", "gpu"], ["device is 'gpu'", "neuron, cpu"]),
+        (["--weights-only"], ["no artifact there whose graphs could be kept"]),
+    ],
+)
+def test_compile_refuses(tmp_path, args, parts):
+    refused(run("compile", "--model", "tiny", *SMALL, "--output", tmp_path / "artifact", *args), *parts)
+    assert compiled(tmp_path) == []
+
+
+def test_a_hub_that_cannot_be_reached_is_said(tmp_path):
+    done = run("compile", "--output", tmp_path / "artifact", HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path / "hub"))
+    refused(done, "HuggingFaceTB/SmolLM3-3B at revision a07cc9a0", "the hub cannot be reached", "--model FOLDER", "--model tiny")
+    assert compiled(tmp_path) == []
+
+
+def broken(folder: Path, what: str) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    weights = folder / "model.safetensors"
+    if what == "no config":
+        (folder / "config.json").unlink()
+    elif what == "truncated config":
+        (folder / "config.json").write_text(json.dumps(config)[:-9])
+    elif what == "another model":
+        (folder / "config.json").write_text(json.dumps({**config, "model_type": "llama"}))
+    elif what == "short schedule":
+        (folder / "config.json").write_text(json.dumps({**config, "no_rope_layers": [1, 0]}))
+    elif what == "other shapes":
+        (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 64}))
+    elif what == "no weights":
+        weights.unlink()
+    elif what == "truncated weights":
+        weights.write_bytes(weights.read_bytes()[:-100])
+    elif what == "torn header":
+        weights.write_bytes(weights.read_bytes()[:50])
+    elif what == "missing shard":
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": "gone.safetensors"}}))
+
+
+@pytest.mark.parametrize(
+    "what, parts",
+    [
+        ("no config", ["no config.json there"]),
+        ("truncated config", ["config.json: not valid JSON"]),
+        ("another model", ["model_type is 'llama'", "'smollm3'"]),
+        ("short schedule", ["no_rope_layers has 2 entries", "8"]),
+        ("other shapes", ["mlp", "config.json asks for"]),
+        ("no weights", ["neither model.safetensors.index.json nor model.safetensors there"]),
+        ("truncated weights", ["model.safetensors: not a whole safetensors file"]),
+        ("torn header", ["model.safetensors: not a whole safetensors file"]),
+        ("missing shard", ["gone.safetensors: missing"]),
+    ],
+)
+def test_compile_refuses_a_broken_checkpoint(checkpoint, tmp_path, what, parts):
+    broken(checkpoint, what)
+    refused(run("compile", "--model", checkpoint, *SMALL, "--output", tmp_path / "artifact"), *parts)
+    assert compiled(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "args, parts",
+    [
+        (["1+1= " * 40], ["prompt 0 has", "takes 64", "--max-context-length"]),
+        ([""], ["prompt 0 has no tokens"]),
+        (["1+1=", "--tp", "4"], ["made for tp_degree 2, not 4"]),
+        (["1+1=", "--max-new-tokens", "0"], ["max_new_tokens is 0"]),
+        (["1+1=", "--temperature", "-1"], ["temperature is -1.0"]),
+        (["1+1=", "--top-p", "2", "--temperature", "1"], ["top_p is 2.0"]),
+        (["1+1=", "--no-think"], ["--chat"]),
+        (["1+1=", "--device", "neuron"], ["Neuron SDK is not installed"]),
+    ],
+)
+def test_generate_refuses(artifact, args, parts):
+    refused(run("generate", artifact, *args), *parts)
+
+
+def test_generate_refuses_what_is_no_artifact(tmp_path):
+    refused(run("generate", tmp_path, "1+1="), "no artifact.json in it")
+    refused(run("generate", tmp_path / "none", "1+1="), "no such artifact")
+    refused(run("validate", tmp_path / "none"), "no such artifact")
+
+
+def test_generate_answers(artifact):
+    done = run("generate", artifact, "The square root of 144 is", "--max-new-tokens", "4")
+    assert done.returncode == 0 and done.stdout.startswith("The square root of 144 is 12"), done.stderr
+    both = run("generate", artifact, "The square root of 144 is", "1+1=", "--max-new-tokens", "4").stdout.splitlines()
+    assert both[0] == f"[0] {done.stdout.splitlines()[0]}" and both[1].startswith("[1] 1+1=2")
+
+
+def test_sampling_repeats_with_its_seed(artifact):
+    def sample(seed):
+        return run("generate", artifact, "1+1=", "--temperature", "3", "--seed", seed, "--max-new-tokens", "16").stdout
+
+    first, again, other = sample(1), sample(1), sample(2)
+    assert first == again != other
+
+
+def test_chat_in_both_modes(artifact):
+    for mode in ("--think", "--no-think"):
+        done = run("generate", artifact, "What is 3+4?", "--chat", mode, "--max-new-tokens", "8")
+        assert done.returncode == 0 and done.stdout.strip(), done.stderr
+
+
+def test_the_same_again_is_recognised_at_once(artifact):
+    import time
+
+    began = time.perf_counter()
+    done = run("compile", "--model", "tiny", "--tp", 2, "--batch-size", 2, *SMALL, "--output", artifact)
+    assert "nothing to do" in done.stdout and done.returncode == 0
+    assert time.perf_counter() - began < 10  # 2 s on a quiet machine
+
+
+def test_plan(tmp_path):
+    plans = json.loads(run("plan", "--instance", "inf2.48xlarge", "--json").stdout)["plans"]
+    assert [plan["tp_degree"] for plan in plans] == [1, 2, 4, 8, 24]
+    done = run("plan", "--plot", tmp_path / "plan.png")
+    assert done.returncode == 0 and (tmp_path / "plan.png").read_bytes()[:4] == b"\x89PNG", done.stderr
+    assert "read per decode step" in done.stdout
+    refused(run("plan", "--instance", "p5.48xlarge"), "instance is 'p5.48xlarge'", "trn1.2xlarge")
+    refused(run("plan", "--tp", "4"), "tp_degree is 4, trn1.2xlarge takes 1, 2")
+    refused(run("plan", "--dtype", "int4"), "dtype is 'int4'")
+    refused(run("plan", "--plot", tmp_path / "no/plan.png"), "cannot be written")

@@ -1,0 +1,65 @@
+"""Every TP degree gives transformers' tokens: `tiny` and other head counts on the CPU runtime, in float32."""
+
+import json
+from pathlib import Path
+
+import pytest
+from reference import RANDOM, make_checkpoint
+from smollm3_neuron.artifact import Settings, compile_artifact
+from smollm3_neuron.models import tiny_folder
+from smollm3_neuron.runtime import ensure_neuronx
+
+TP_DEGREES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32)
+NEW_TOKENS = 24
+
+
+@pytest.fixture(scope="module", autouse=True)
+def library():
+    ensure_neuronx()
+
+
+def matches(folder: Path, prompts: list[list[int]], barred: list[int], settings: dict, output: Path) -> bool:
+    from smollm3_neuron.generation import generate
+    from smollm3_neuron.reference import load_reference, reference_generate
+
+    model = compile_artifact(folder, output, Settings(seq_len=64, torch_dtype="float32", **settings), "cpu").load()
+    results = generate(model, prompts, NEW_TOKENS, barred_token_ids=barred)
+    reference = load_reference(folder)
+    expected = [reference_generate(reference, prompt, NEW_TOKENS, barred).tokens for prompt in prompts]
+    return len(expected) > 1 and [result.tokens for result in results] == expected
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder())
+    of_folder = json.loads((tiny_folder() / "prompts.json").read_text())
+    texts = [*of_folder["published"][:3], *(entry["prompt"] for entry in of_folder["held_out"][:3])]
+    return tokenizer(texts)["input_ids"], [tokenizer.eos_token_id]
+
+
+# each degree once; the other half of the matrix is slow
+CELLS = [
+    pytest.param(tp, fused, marks=[] if fused == bool(i % 2) else pytest.mark.slow, id=f"tp{tp}-{'fused' if fused else 'split'}")
+    for i, tp in enumerate(TP_DEGREES)
+    for fused in (False, True)
+]
+
+
+@pytest.mark.parametrize("tp_degree, fused_qkv", CELLS)
+def test_tiny(tp_degree, fused_qkv, prompts, tmp_path):
+    settings = {"tp_degree": tp_degree, "fused_qkv": fused_qkv, "batch_size": 3}
+    assert matches(tiny_folder(), *prompts, settings, tmp_path / "tiny")
+
+
+@pytest.mark.parametrize("name, tp_degree", [("9-heads-3-kv", 2), ("12-heads-4-kv", 6), ("odd-vocabulary", 5)])
+@pytest.mark.parametrize("fused_qkv", [False, True])
+def test_other_heads(name, tp_degree, fused_qkv, tmp_path):
+    folder = Path(make_checkpoint(tmp_path / "checkpoint", **RANDOM[name]))
+    settings = {"tp_degree": tp_degree, "fused_qkv": fused_qkv, "batch_size": 2}
+    assert matches(folder, [[7, 3, 90], [5, 9, 33, 121, 200]], [], settings, tmp_path / "artifact")
+    # an artifact of a converted degree still tells the checkpoint's KV heads
+    config = json.loads((tmp_path / "artifact/neuron_config.json").read_text())
+    assert config["num_key_value_heads"] == config["num_attention_heads"]
+    assert config["source_num_key_value_heads"] == RANDOM[name].get("num_key_value_heads", 4)
