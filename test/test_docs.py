@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "contrib/models/SmolLM3-3B"
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("contrib/**/README.md")])
 BLOCK = re.compile(r"(?:^<!-- (?P<mark>.*?) -->\n)?^```(?P<language>\w*)\n(?P<code>.*?)^```$", re.M | re.S)
-BLOCKS = [(path, match) for path in DOCUMENTS for match in BLOCK.finditer(path.read_text())]
+BLOCKS = [(path, m) for path in DOCUMENTS for m in BLOCK.finditer(path.read_text()) if m["language"] != "text"]
 
 
 def name(block) -> str:
@@ -53,6 +53,13 @@ def test_block(block, checkout):
         command, folder = ["bash", "-euo", "pipefail", "-c", match["code"]], checkout
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+
+
+def test_what_make_test_runs_is_among_its_paths(request):
+    (code,) = [match["code"].strip() for _, match in BLOCKS if match["mark"] == "run: by make test"]
+    paths = request.config.getini("testpaths")
+    path = code.removeprefix("pytest ")
+    assert (ROOT / path).is_file() and any(path.startswith(f"{folder}/") for folder in paths)
 
 
 def test_the_test_command_is_what_ci_runs():

@@ -1,8 +1,12 @@
 """The unit tests import `smollm3_neuron`; where only this folder is there, that is its `src`."""
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
+
+# before the first import of torch: a second thread slows models as small as the tests' many times over
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 SRC = Path(__file__).resolve().parents[1] / "src"
 

@@ -1,0 +1,107 @@
+"""Stand-ins for `torch_neuronx.xla_impl.ops`: operations that are custom calls or HLO written by hand on a device.
+
+    RmsNorm       x [..., hidden], weight [hidden]: AwsNeuronRmsNorm on a device, plain multiplications here
+    TopK, Argmax, Softmax      over one dimension: custom calls on a device, torch's own here (indices of Argmax are int32)
+    ConcatenateOp              torch.cat
+    xla_hlo_call  NxDI's hand-written HLO (dynamic_update_slice into a cache), built with torch_xla's XlaBuilder
+    nki_jit       a kernel: raises where one is called
+
+It does not show what the custom calls compute on a device, nor that the compiler takes them.
+"""
+
+import torch
+import torch_xla.core.xla_builder as xla_builder
+import torch_xla.core.xla_op_registry as xla_op_registry
+
+
+class RmsNorm:
+    @staticmethod
+    def apply(x, weight, eps, dim):
+        return x * torch.rsqrt(x.pow(2).mean(dim, keepdim=True) + eps) * weight
+
+
+class TopK:
+    @staticmethod
+    def apply(x, k, dim):
+        return tuple(torch.topk(x, k, dim=dim))
+
+
+class Argmax:
+    @staticmethod
+    def apply(x, dim, keepdim=False):
+        return torch.argmax(x, dim=dim, keepdim=keepdim).to(torch.int32)
+
+
+class Softmax:
+    @staticmethod
+    def apply(x, dim=-1, *args):
+        return torch.softmax(x, dim=dim)
+
+
+class ConcatenateOp:
+    @staticmethod
+    def apply(*tensors, dim=0):
+        return torch.cat(tensors, dim=dim)
+
+
+class _Type:
+    """What NxDI writes as `scribe.u32` and `tensor.dtype[shape]`."""
+
+    def __init__(self, name, builder):
+        self.name, self.builder = name, builder
+
+    def __getitem__(self, shape):
+        return self
+
+    def Constant(self, constant_value):
+        return _Operand(xla_builder.Op.scalar(self.builder, constant_value, dtype=self.name))
+
+    def DynamicUpdateSlice(self, operand, update, *start_indices):
+        return _Operand(operand.op.dynamic_update_slice(update.op, [index.op for index in start_indices]))
+
+
+class _Scribe:
+    def __init__(self, builder):
+        self._builder = builder
+
+    def __getattr__(self, name):
+        return _Type(name, self._builder)
+
+
+class _Operand:
+    def __init__(self, op):
+        self.op = op
+
+    @property
+    def scribe(self):
+        return _Scribe(self.op.builder())
+
+    @property
+    def dtype(self):
+        return _Type(self.op.shape().dtype, self.op.builder())
+
+    @property
+    def sizes(self):
+        return tuple(self.op.shape().sizes)
+
+
+def xla_hlo_call(function):
+    operation = xla_op_registry.register(
+        function.__name__, lambda *ops, **kwargs: function(*map(_Operand, ops), **kwargs).op
+    )
+
+    def call(*tensors, **kwargs):
+        with torch.device("cpu"):  # XlaBuilder makes its literals from CPU tensors
+            return operation(*tensors, **kwargs)
+
+    return call
+
+
+def nki_jit(*args, **kwargs):
+    def decorate(kernel):
+        def call(*args, **kwargs):
+            raise RuntimeError(f"the NKI kernel {getattr(kernel, '__name__', kernel)} cannot be traced without the Neuron SDK")
+
+        return call
+
+    return decorate
