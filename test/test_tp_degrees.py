@@ -63,3 +63,11 @@ def test_other_heads(name, tp_degree, fused_qkv, tmp_path):
     config = json.loads((tmp_path / "artifact/neuron_config.json").read_text())
     assert config["num_key_value_heads"] == config["num_attention_heads"]
     assert config["source_num_key_value_heads"] == RANDOM[name].get("num_key_value_heads", 4)
+
+
+@pytest.mark.parametrize("name", ["yarn", "linear", "llama3", "biases", "head-dim", "untied", "all-nope", "nope-first"])
+def test_other_checkpoints(name, tmp_path):
+    folder = Path(make_checkpoint(tmp_path / "checkpoint", **RANDOM[name]))
+    settings = {"tp_degree": 2, "fused_qkv": name in ("biases", "yarn"), "batch_size": 3}
+    prompts = [[7, 3, 90], [5, 9, 33, 121, 200], [11] * 37]
+    assert matches(folder, prompts, [], settings, tmp_path / "artifact")

@@ -21,6 +21,15 @@ RANDOM = {
     "interval-2": {"no_rope_layer_interval": 2},
     "head-dim": {"head_dim": 32},
     "odd-vocabulary": {"vocab_size": 253},
+    # prompts of 5 and 17 tokens with 32 more go over the original length
+    "yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}},
+    "linear": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+    "llama3": {
+        "rope_scaling": {
+            "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        }
+    },
     "one-token": {},  # prompted with one, which the library would read at its padding
     "12-heads-4-kv": {"hidden_size": 192, "num_attention_heads": 12},
     "9-heads-3-kv": {"hidden_size": 144, "num_attention_heads": 9, "num_key_value_heads": 3},

@@ -52,7 +52,7 @@ class Settings:
         if self.torch_dtype not in hf_config.DTYPES:
             raise SmolLM3Error(f"dtype is {self.torch_dtype!r}, allowed is one of {', '.join(hf_config.DTYPES)}")
         context = self.seq_len if self.max_context_length is None else self.max_context_length
-        longest = config["max_position_embeddings"]
+        longest = hf_config.longest_sequence(config)
         for name, value, largest in (
             ("batch_size", self.batch_size, 1024),
             ("seq_len", self.seq_len, longest),

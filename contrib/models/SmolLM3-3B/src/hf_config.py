@@ -24,7 +24,13 @@ POSITIVE_INTEGERS = (
 REQUIRED = (*POSITIVE_INTEGERS, "rms_norm_eps", "hidden_act")
 HIDDEN_ACTS = ("silu",)
 DTYPES = ("bfloat16", "float16", "float32")
-ROPE_TYPES = ("default",)
+# rope_scaling's keys beside rope_type: those that must be there, those that may be
+ROPE_SCALING_KEYS = {
+    "linear": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
+    "yarn": (("factor",), ("original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "truncate")),
+}
+ROPE_TYPES = ("default", *ROPE_SCALING_KEYS)
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
@@ -145,12 +151,37 @@ def _rope(values: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
 
 
 def _scaling(scaling: Mapping[str, Any], name: str) -> dict[str, Any] | None:
+    """The scaling with its type as `rope_type`; None: there is none."""
     if not scaling:
         return None
-    rope_type = scaling.get("rope_type", scaling.get("type", "default"))
+    scaling = {key: value for key, value in scaling.items() if value is not None}
+    old_spelling = scaling.pop("type", None)
+    rope_type = scaling.setdefault("rope_type", old_spelling or "default")
     if rope_type not in ROPE_TYPES:
         raise SmolLM3Error(f"{name}.rope_type is {rope_type!r}, supported is {_one_of(ROPE_TYPES)}")
-    return None
+    if rope_type == "default":
+        return None
+    required, optional = ROPE_SCALING_KEYS[rope_type]
+    for key in required:
+        if key not in scaling:
+            raise SmolLM3Error(f"{name}.{key} is missing, {rope_type!r} needs it")
+    for key, value in scaling.items():
+        if key == "rope_type" or (key == "truncate" and key in optional and type(value) is bool):
+            continue
+        if key not in required + optional:
+            raise SmolLM3Error(f"{name}.{key} is unknown for {rope_type!r}, allowed is {_one_of(required + optional)}")
+        least = 1 if key in ("factor", "original_max_position_embeddings") else 0
+        if type(value) not in (int, float) or not least <= value < float("inf") or not value:
+            raise SmolLM3Error(f"{name}.{key} is {value!r}, allowed is a number {'of at least 1' if least else 'above 0'}")
+    return scaling
+
+
+def longest_sequence(resolved: Mapping[str, Any]) -> int:
+    """Positions that the model is good for: max_position_embeddings, or what its RoPE scaling reaches."""
+    positions, scaling = resolved["max_position_embeddings"], resolved["rope_scaling"]
+    if scaling is None:
+        return positions
+    return max(positions, int(scaling["factor"] * scaling.get("original_max_position_embeddings", positions)))
 
 
 def _no_rope_layers(values: Mapping[str, Any], num_hidden_layers: int) -> list[int]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .errors import SmolLM3Error
+from .hf_config import longest_sequence
 from .sharding import ShardingPlan, padded, rank_outputs, source_num_key_value_heads
 
 GB, GiB = 10**9, 1 << 30
@@ -119,7 +120,7 @@ class Estimate:
     def largest_seq_len(self, batch_size: int) -> int:
         """That fits with so many sequences, up to the model's positions; 0: none."""
         free = HBM_PER_CORE - RESERVED_PER_CORE - self.weights - self.logits // self.batch_size * batch_size
-        return max(0, min(self.config.max_position_embeddings, free // (self.kv_cache_per_token * batch_size)))
+        return max(0, min(longest_sequence(vars(self.config)), free // (self.kv_cache_per_token * batch_size)))
 
     @property
     def decode_bytes(self) -> int:

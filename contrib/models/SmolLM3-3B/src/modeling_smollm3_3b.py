@@ -23,6 +23,7 @@ from transformers import SmolLM3ForCausalLM
 from transformers.models.smollm3.modeling_smollm3 import SmolLM3RMSNorm
 
 from . import checkpoint, hf_config
+from .rope import ScaledRotaryEmbedding
 from .sharding import ShardingPlan
 
 logger = logging.getLogger("Neuron")
@@ -31,6 +32,15 @@ logger = logging.getLogger("Neuron")
 def get_rmsnorm_cls():
     """The device's RMSNorm is a custom call that exists only there."""
     return SmolLM3RMSNorm if cpu_mode() else CustomRMSNorm
+
+
+def get_rotary_embedding(config: "SmolLM3InferenceConfig") -> nn.Module:
+    """The library's, or for a checkpoint with RoPE scaling rope.py's: the library would ignore the scaling."""
+    if config.rope_scaling is not None:
+        return ScaledRotaryEmbedding(config)
+    return RotaryEmbedding(
+        config.head_dim, max_position_embeddings=config.max_position_embeddings, base=config.rope_theta
+    )
 
 
 class SmolLM3InferenceConfig(InferenceConfig):
@@ -70,9 +80,7 @@ class NeuronSmolLM3Attention(NeuronAttentionBase):
     def __init__(self, config: SmolLM3InferenceConfig, layer_idx: int):
         rotary_emb = None
         if config.no_rope_layers[layer_idx]:  # 1 means: applies RoPE
-            rotary_emb = RotaryEmbedding(
-                config.head_dim, max_position_embeddings=config.max_position_embeddings, base=config.rope_theta
-            )
+            rotary_emb = get_rotary_embedding(config)
         super().__init__(
             config=config,
             hidden_size=config.hidden_size,

@@ -2,7 +2,7 @@ import json
 
 import pytest
 from smollm3_neuron.errors import SmolLM3Error
-from smollm3_neuron.hf_config import read_config, resolve
+from smollm3_neuron.hf_config import longest_sequence, read_config, resolve
 from smollm3_neuron.models import SMOLLM3_3B
 from transformers import SmolLM3Config
 
@@ -64,6 +64,24 @@ def test_spellings_of_rope(raw, theta):
     assert (resolved["rope_theta"], resolved["rope_scaling"]) == (theta, None)
 
 
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 65536}
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        without(rope_scaling=YARN),
+        without(rope_scaling={"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 65536}),
+        without("rope_theta", "rope_scaling", rope_parameters={"rope_theta": 5e6, **YARN}),
+        without(rope_theta=2e6, rope_parameters={"rope_theta": 5e6, **YARN}),
+    ],
+)
+def test_spellings_of_yarn(raw):
+    resolved = resolve(raw)
+    assert (resolved["rope_theta"], resolved["rope_scaling"]) == (5e6, YARN)
+    assert resolve({**raw, **resolved}) == resolved and longest_sequence(resolved) == 131072
+
+
 @pytest.mark.parametrize(
     "changes, named",
     [
@@ -85,7 +103,13 @@ def test_spellings_of_rope(raw, theta):
         ({"rms_norm_eps": 0}, ["rms_norm_eps is 0"]),
         ({"rope_theta": None}, ["rope_theta is missing"]),
         ({"rope_theta": -1.0}, ["rope_theta is -1.0"]),
-        ({"rope_scaling": {"rope_type": "su"}}, ["rope_scaling.rope_type is 'su'", "'default'"]),
+        ({"rope_scaling": {"rope_type": "su"}}, ["rope_scaling.rope_type is 'su'", "'default'", "'yarn'"]),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, ["rope_scaling.rope_type is 'dynamic'"]),
+        ({"rope_scaling": {"rope_type": "yarn"}}, ["rope_scaling.factor is missing", "'yarn'"]),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, ["rope_scaling.factor is 0.5", "at least 1"]),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, ["rope_scaling.factor is '2'"]),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fats": 32}}, ["rope_scaling.beta_fats is unknown", "beta_fast"]),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["rope_scaling.low_freq_factor is missing"]),
         ({"rope_parameters": {"rope_type": "su", "rope_theta": 5e6}}, ["rope_parameters.rope_type is 'su'"]),
         ({"rope_scaling": "yarn"}, ["rope_scaling is 'yarn'", "object"]),
         ({"head_dim": 7}, ["head_dim is 7", "even"]),

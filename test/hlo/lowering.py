@@ -1,0 +1,148 @@
+"""What is lowered and run in test_hlo.py: cells, jobs and runs, see contrib/neuron_hlo."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from harness import MODEL, ROOT, TINY, Release
+
+HERE = Path(__file__).resolve().parent
+CONTRIB = ROOT / "contrib"
+LOWERS, RUNS = ROOT / ".venv-hlo", ROOT / ".venv-hlo-run"
+NEW_TOKENS = 24
+PROCESSES = 2
+TWINS = {
+    "WrongSchedule": {"schedule"},
+    "DroppedCosSin": {"waves"},
+    "SwappedKeysAndValues": {"projection"},
+    "ReadsAValue": {"fallback", "execution"},
+    "TensorFromOutside": {"constant"},
+    "MissingAlias": {"alias"},
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One configuration; `options` are NeuronConfig's keywords beside these."""
+
+    checkpoint: str
+    tp: int
+    fused: bool = False
+    batch: int = 2
+    label: str = ""
+    dtype: str = "float32"
+    seq_len: int = 128
+    options: dict = field(default_factory=dict, hash=False)
+
+    @property
+    def name(self) -> str:
+        words = [self.checkpoint, f"tp{self.tp}", "fused" if self.fused else "split", self.label, self.dtype]
+        return "-".join(word for word in words if word and word != "float32")
+
+    @property
+    def neuron(self) -> dict:
+        return {
+            "tp_degree": self.tp, "batch_size": self.batch, "seq_len": self.seq_len, "torch_dtype": self.dtype,
+            "fused_qkv": self.fused, **self.options,
+        }
+
+
+GREEDY = {"on_device_sampling": {"do_sample": False, "top_k": 1}}
+CONTINUOUS = {"is_continuous_batching": True, "ctx_batch_size": 1}
+BUCKETS = {"enable_bucketing": True}
+SEQUENCE_PARALLEL = {"sequence_parallel_enabled": True}
+
+CELLS = [
+    *[Cell("tiny", tp, fused, batch=1) for tp in (1, 2, 4, 8) for fused in (False, True)],
+    *[Cell("plain", tp, fused) for tp in (3, 5, 6, 7) for fused in (False, True)],
+    *[Cell("plain", tp, label="sampling", options=GREEDY) for tp in (2, 3, 8)],
+    Cell("plain", 2, label="sequence-parallel", options=SEQUENCE_PARALLEL),
+    Cell("plain", 8, fused=True, label="sequence-parallel", options=SEQUENCE_PARALLEL),
+    Cell("plain", 3, label="sequence-parallel", options=SEQUENCE_PARALLEL, seq_len=126),
+    Cell("plain", 2, label="buckets", options=BUCKETS, seq_len=256),
+    Cell("plain", 2, label="continuous", options=CONTINUOUS),
+    Cell("plain", 4, fused=True, label="all", options={**GREEDY, **CONTINUOUS, **BUCKETS, **SEQUENCE_PARALLEL}, seq_len=256),
+    Cell("plain", 2, label="vocab-parallel", options={"vocab_parallel": True}),
+    Cell("odd-vocabulary", 4),
+    Cell("odd-vocabulary", 2, label="sampling", options=GREEDY),
+    Cell("listed", 2),
+    Cell("untied", 2),
+    Cell("biases", 2, fused=True),
+    Cell("9-heads-3-kv", 2),
+    Cell("one-token", 2, batch=1),
+    Cell("plain", 2, dtype="bfloat16"),
+    Cell("plain", 8, fused=True, dtype="bfloat16"),
+]
+SHORTENED = {
+    "tiny-tp2-split", "tiny-tp8-fused", "plain-tp3-split", "plain-tp5-fused", "plain-tp3-split-sampling",
+    "plain-tp2-split-sequence-parallel", "plain-tp2-split-buckets", "plain-tp2-split-bfloat16",
+}
+# NxDI's own Llama beside the sequence-parallel cells: what its collectives are
+LLAMA = "neuronx_distributed_inference.models.llama.modeling_llama:NeuronLlamaForCausalLM"
+
+
+def cells_of(release: Release) -> list[Cell]:
+    return CELLS if release.version.startswith("0.8") else [cell for cell in CELLS if cell.name in SHORTENED]
+
+
+def missing() -> str | None:
+    """Why nothing can be lowered here."""
+    if not (LOWERS / ".installed").exists():
+        return "needs .venv-hlo and .venv-hlo-run: make hlo-venv"
+
+
+def prompts_of(cell: Cell) -> list[list[int]]:
+    if cell.checkpoint == "one-token":
+        return [[11]]
+    if cell.checkpoint == "tiny":
+        from reference import tiny_prompts
+
+        return tiny_prompts()[-cell.batch :]
+    return [[7, 3, 201, 90, 14], [5, 9, 33, 121, 200, 17, 61, 2, 88, 150, 34, 99, 240, 18, 77, 45, 6]][: cell.batch]
+
+
+def call(python: Path, command: list, log: Path, timeout: float, **environment) -> None:
+    """In a process group of its own, which ends with it."""
+    with open(log, "w") as file:
+        process = subprocess.Popen(
+            [python, *command], stdout=file, stderr=file, start_new_session=True, env={**os.environ, **environment}
+        )
+        try:
+            code = process.wait(timeout)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    if code:
+        raise RuntimeError(f"{command} ended with {code}:\n{log.read_text()[-6000:]}")
+
+
+def lower(release: Release, jobs: list[dict], out: Path, timeout: float = 900) -> dict[str, dict]:
+    """Facts by job name."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "jobs.json").write_text(json.dumps({
+        "sources": [release.nxd, release.nxdi], "package": str(MODEL / "src"), "paths": [str(HERE)], "out": str(out),
+        "processes": PROCESSES, "jobs": jobs,
+    }))
+    command = ["-m", "neuron_hlo.lower", str(out / "jobs.json")]
+    call(LOWERS / "bin/python", command, out / "log", timeout, PYTHONPATH=str(CONTRIB))
+    return {job["name"]: json.loads((out / job["name"] / "facts.json").read_text()) for job in jobs}
+
+
+def run(runs: list[dict], out: Path, timeout: float = 900) -> dict[str, dict]:
+    """Results of run_xla.py by name; a run whose shards are missing fails alone."""
+    for one in runs:
+        one["result"] = str(out / f"{one['name']}.run.json")
+    (out / "runs.json").write_text(json.dumps({"processes": PROCESSES, "runs": runs}))
+    call(RUNS / "bin/python", [str(CONTRIB / "neuron_hlo/run_xla.py"), str(out / "runs.json")], out / "runs.log", timeout)
+    return {one["name"]: json.loads(Path(one["result"]).read_text()) for one in runs}
+
+
+def checkpoint_of(name: str, random_checkpoints: dict[str, str]) -> str:
+    return str(TINY) if name == "tiny" else random_checkpoints[name]
+
+
+sys.path.insert(0, str(CONTRIB))

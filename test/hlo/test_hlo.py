@@ -1,0 +1,224 @@
+"""The compile path: the real library lowers the model up to the compiler, and what it would compile is right.
+
+Needs --nxd-source and `make hlo-venv`; asked for with -m hlo.
+"""
+
+import json
+from filecmp import cmpfiles
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy
+import pytest
+import torch
+
+import lowering
+from lowering import NEW_TOKENS, TWINS, Cell, cells_of, checkpoint_of, prompts_of
+from neuron_hlo.checks import faults
+from reference import reference_tokens
+from transformers import LlamaConfig, SmolLM3ForCausalLM
+
+pytestmark = pytest.mark.hlo
+SAFETENSORS = {"I32": "S32"}  # the names that differ from HLO's
+TWIN = Cell("plain", 2)
+# what its name says, in a machine that holds 8 GB: only a config.json is needed
+MODEL_3B = {"tp_degree": 8, "batch_size": 1, "seq_len": 2048, "torch_dtype": "bfloat16"}
+
+
+def pytest_generate_tests(metafunc):
+    wanted = {"cell", "twin", "release"} & set(metafunc.fixturenames)
+    if not wanted:
+        return
+    releases = metafunc.config.nxd_releases
+    reason = lowering.missing() or (None if releases else "needs --nxd-source NXD_SRC:NXDI_SRC, the sources of the library")
+    names = ["release", *sorted(wanted - {"release"})]
+    if reason:
+        skipped = pytest.param(*[None] * len(names), marks=pytest.mark.skip(reason=reason), id="real-library")
+        metafunc.parametrize(names, [skipped])
+    elif "cell" in wanted:
+        which = {
+            test_bfloat16_is_off_by_no_more_than_transformers: lambda cell: cell.dtype == "bfloat16",
+            test_tokens_equal_transformers: lambda cell: cell.dtype != "bfloat16",
+            test_collectives_of_sequence_parallel_are_llamas: lambda cell: "sequence-parallel" in cell.name,
+        }.get(metafunc.function, lambda cell: True)
+        metafunc.parametrize(names, [
+            pytest.param(release, cell, id=f"{release.version}-{cell.name}")
+            for release in releases for cell in cells_of(release) if which(cell)
+        ])
+    elif "twin" in wanted:
+        metafunc.parametrize(names, [pytest.param(r, twin, id=f"{r.version}-{twin}") for r in releases for twin in TWINS])
+    else:
+        metafunc.parametrize(names, [pytest.param(r, id=r.version) for r in releases])
+
+
+class Lowered:
+    """Everything of one release: lowered at once, run at once."""
+
+    def __init__(self, release, cells, twins, checkpoints, out: Path):
+        def job(cell, **more):
+            return {"name": cell.name, "checkpoint": checkpoints(cell.checkpoint), "neuron": cell.neuron, **more}
+
+        jobs = [job(cell, shards=["library", "ours"]) for cell in cells]
+        jobs += [{**job(TWIN), "name": twin, "model": f"twins:{twin}", "shards": ["ours"]} for twin in twins]
+        jobs += [{
+            **job(cell), "name": f"llama-{cell.name}", "checkpoint": checkpoints("llama"), "model": lowering.LLAMA,
+            "shards": [], "neuron": {**cell.neuron, "fused_qkv": False},
+        } for cell in cells if "sequence-parallel" in cell.name]
+        self.out = out
+        self.facts = lowering.lower(release, jobs, out)
+        runs = [
+            self._run(cell.name, cell, checkpoints(cell.checkpoint)) for cell in cells if "graphs" in self.facts[cell.name]
+        ]
+        runs += [self._run(twin, TWIN, None) for twin in ("WrongSchedule", "SwappedKeysAndValues") if twin in twins]
+        self.results = lowering.run(runs, out)
+
+    def _run(self, name, cell, checkpoint):
+        run = {
+            "name": name, "folder": str(self.out / name), "shards": str(self.out / name / "ours"),
+            "prompts": prompts_of(cell), "new_tokens": NEW_TOKENS,
+        }
+        if cell.dtype == "bfloat16":
+            run["new_tokens"] = 8
+            run["forced"] = expected_tokens(cell, checkpoint)
+            run["logits"] = str(self.out / f"{name}.npy")
+        return run
+
+    def graphs(self, name: str) -> dict[str, dict]:
+        facts = self.facts[name]
+        assert "error" not in facts, facts["traceback"]
+        return facts["graphs"]
+
+    def tokens(self, name: str) -> list[list[int]]:
+        self.graphs(name)
+        result = self.results[name]
+        assert "error" not in result, result["error"]
+        return result["tokens"]
+
+
+@pytest.fixture(scope="session")
+def lowered(request, random_checkpoints, tmp_path_factory):
+    """Of a release, for the cells and twins that were asked for."""
+    releases = {}
+    llama = tmp_path_factory.mktemp("llama")
+    LlamaConfig(
+        vocab_size=256, hidden_size=128, intermediate_size=192, num_hidden_layers=5, num_attention_heads=8,
+        num_key_value_heads=8, max_position_embeddings=256, pad_token_id=0,
+    ).save_pretrained(llama)
+
+    def checkpoints(name):
+        return str(llama) if name == "llama" else checkpoint_of(name, random_checkpoints)
+
+    def get(release) -> Lowered:
+        if release not in releases:
+            params = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+            params = [p for p in params if p.get("release") == release]
+            asked = {p["cell"].name for p in params if isinstance(p.get("cell"), Cell)}
+            twins = {p["twin"] for p in params if "twin" in p}
+            cells = [cell for cell in cells_of(release) if cell.name in asked]
+            out = tmp_path_factory.mktemp(f"hlo-{release.version}")
+            try:
+                releases[release] = Lowered(release, cells, sorted(twins), checkpoints, out)
+            except RuntimeError as error:
+                releases[release] = error
+        if isinstance(releases[release], RuntimeError):
+            pytest.fail(str(releases[release]))
+        return releases[release]
+
+    return get
+
+
+def schedule_of(checkpoint: str) -> list[int]:
+    return json.loads(Path(checkpoint, "config.json").read_text())["no_rope_layers"]
+
+
+def expected_tokens(cell, checkpoint):
+    return [reference_tokens(checkpoint, tuple(prompt), NEW_TOKENS, ()) for prompt in prompts_of(cell)]
+
+
+def header(file: Path) -> dict[str, list]:
+    """Name -> [dtype in HLO's names, shape] of a shard file."""
+    with open(file, "rb") as data:
+        entries = json.loads(data.read(int.from_bytes(data.read(8), "little")))
+    entries.pop("__metadata__", None)
+    return {name: [SAFETENSORS.get(e["dtype"], e["dtype"]), e["shape"]] for name, e in entries.items()}
+
+
+def test_graphs(release, cell, lowered, random_checkpoints):
+    graphs = lowered(release).graphs(cell.name)
+    assert {facts["submodel"] for facts in graphs.values()} == {"context_encoding_model", "token_generation_model"}
+    schedule = schedule_of(checkpoint_of(cell.checkpoint, random_checkpoints))
+    assert {name: faults(facts, schedule, cell.neuron) for name, facts in graphs.items()} == {name: {} for name in graphs}
+
+
+def test_weights_are_those_of_the_shard_files(release, cell, lowered):
+    graphs = lowered(release).graphs(cell.name)
+    folder = lowered(release).out / cell.name
+    files = [f"tp{rank}_sharded_checkpoint.safetensors" for rank in range(cell.tp)]
+    same, differing, lacking = cmpfiles(folder / "library", folder / "ours", files, shallow=False)
+    assert (same, differing, lacking) == (files, [], [])
+    read = {name: [dtype, shape] for facts in graphs.values() for name, (_, dtype, shape) in facts["weights"].items()}
+    for file in files:
+        stored = header(folder / "ours" / file)
+        unread = stored.keys() - read.keys()
+        assert {name for name in unread if not name.endswith("rank_util.rank")} == set()
+        assert {name: stored.get(name) for name in read} == read
+
+
+def test_tokens_equal_transformers(release, cell, lowered, random_checkpoints):
+    assert lowered(release).tokens(cell.name) == expected_tokens(cell, checkpoint_of(cell.checkpoint, random_checkpoints))
+
+
+def test_bfloat16_is_off_by_no_more_than_transformers(release, cell, lowered, random_checkpoints):
+    """Logits after the same tokens, against transformers' float32."""
+    lowered(release).tokens(cell.name)
+    got = numpy.load(lowered(release).out / f"{cell.name}.npy")
+    checkpoint = checkpoint_of(cell.checkpoint, random_checkpoints)
+    tokens = expected_tokens(cell, checkpoint)
+    models = [SmolLM3ForCausalLM.from_pretrained(checkpoint, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
+    ours, theirs = [], []
+    for row, prompt in enumerate(prompts_of(cell)):
+        steps = got.shape[1]
+        with torch.inference_mode():
+            ids = torch.tensor([prompt + tokens[row][: steps - 1]])
+            exact, rounded = (model(ids).logits[0, -steps:].float().numpy() for model in models)
+        ours.append(got[row] - exact)
+        theirs.append(rounded - exact)
+    rms = [float(numpy.sqrt(numpy.square(numpy.stack(d)).mean())) for d in (ours, theirs)]
+    print(f"off by {rms[0]:.4f}, transformers by {rms[1]:.4f}, of {numpy.abs(got).max():.1f}")
+    assert rms[0] <= 1.25 * rms[1]
+
+
+def test_collectives_of_sequence_parallel_are_llamas(release, cell, lowered):
+    def collectives(name):
+        return {graph: facts["collectives"] for graph, facts in lowered(release).graphs(name).items()}
+
+    assert collectives(cell.name) == collectives(f"llama-{cell.name}")
+
+
+def test_broken_twin_is_caught(release, twin, lowered, random_checkpoints):
+    """By the check that is there for it, in both submodels, and by no other."""
+    schedule = schedule_of(random_checkpoints["plain"])
+    for facts in lowered(release).graphs(twin).values():
+        assert set(faults(facts, schedule, TWIN.neuron)) == TWINS[twin]
+    if twin in ("WrongSchedule", "SwappedKeysAndValues"):
+        expected = expected_tokens(TWIN, random_checkpoints["plain"])
+        assert all(got != wanted for got, wanted in zip(lowered(release).tokens(twin), expected, strict=True))
+
+
+def test_the_3b_config_lowers_and_agrees_with_plan(release, tmp_path):
+    """Operations and bytes per step within 2% of smollm3_neuron.machines, without any weights."""
+    from smollm3_neuron import hf_config
+    from smollm3_neuron.machines import Estimate
+
+    config = Path(__file__).parent / "smollm3_3b"
+    job = {"name": "3b", "checkpoint": str(config), "neuron": MODEL_3B}
+    facts = lowering.lower(release, [job], tmp_path)["3b"]
+    assert "error" not in facts, facts["traceback"]
+    values = hf_config.read_config(config)
+    of = Estimate(SimpleNamespace(**values), MODEL_3B["tp_degree"], MODEL_3B["seq_len"])
+    prefill, decode = facts["graphs"]["context_encoding_model_0"], facts["graphs"]["token_generation_model_0"]
+    for found in (prefill, decode):
+        assert faults(found, values["no_rope_layers"], MODEL_3B) == {}
+    assert decode["flops"] == pytest.approx(of.decode_flops, rel=0.02)
+    assert prefill["flops"] == pytest.approx(of.prefill_flops, rel=0.02)
+    assert decode["bytes_read"] == pytest.approx(of.decode_bytes, rel=0.02)
