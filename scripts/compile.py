@@ -1,7 +1,10 @@
 """Compiles SmolLM3 to an artifact: python scripts/compile.py --tp 2"""
 
 import argparse
+import json
 import logging
+import sys
+import tempfile
 import time
 import warnings
 from pathlib import Path
@@ -26,6 +29,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--weights-only", action="store_true", help="keep the artifact's graphs, shard the weights again")
     parser.add_argument("--output", type=Path, help="artifact folder (default: artifacts/MODEL-tpN)")
     common.add_device(parser)
+    parser.add_argument(
+        "--nxd-source",
+        metavar="NXD/src:NXDI/src",
+        help="with --device hlo, which compiles nothing and writes the graphs that the compiler would get, with a report: "
+        "the sources of the real library (default: NXD_SOURCE of the environment)",
+    )
     return parser.parse_args()
 
 
@@ -41,6 +50,22 @@ def kv_heads(folder: Path, tp_degree: int) -> str:
     )
 
 
+def lower(args: argparse.Namespace, settings: Settings) -> None:
+    """`--device hlo`: the weights are not needed, and those of the default model are not downloaded."""
+    sys.path.append(str(Path(__file__).resolve().parents[1] / "contrib"))
+    from neuron_hlo import report
+
+    with tempfile.TemporaryDirectory() as scratch:
+        if args.model == models.DEFAULT_MODEL and not Path(args.model).exists():
+            folder, name = Path(scratch), args.model
+            (folder / "config.json").write_text(json.dumps(models.SMOLLM3_3B))
+        else:
+            folder, name, _ = models.locate_model(args.model, args.revision)
+        output = args.output or Path("artifacts") / f"{Path(name).name}-tp{args.tp}-hlo"
+        print(report.text(report.lower_checkpoint(folder, output, settings, args.nxd_source)))
+    print(f"\n{output}: the graphs, {report.REPORT} and report.txt")
+
+
 def main() -> None:
     args = parse_args()
     settings = Settings(
@@ -51,6 +76,8 @@ def main() -> None:
         torch_dtype=args.dtype,
         fused_qkv=args.fused_qkv,
     )
+    if args.device == "hlo":
+        return lower(args, settings)
     place = device.choose_place(args.device)
     folder, name, revision = models.locate_model(args.model, args.revision)
     output = args.output or Path("artifacts") / f"{Path(name).name}-tp{args.tp}"

@@ -1,6 +1,7 @@
 """Every TP degree gives transformers' tokens: `tiny` and other head counts on the CPU runtime, in float32."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -71,3 +72,21 @@ def test_other_checkpoints(name, tmp_path):
     settings = {"tp_degree": 2, "fused_qkv": name in ("biases", "yarn"), "batch_size": 3}
     prompts = [[7, 3, 90], [5, 9, 33, 121, 200], [11] * 37]
     assert matches(folder, prompts, [], settings, tmp_path / "artifact")
+
+
+@pytest.mark.parametrize("tp_degree", [1, 2])
+def test_the_schedule_inverted_gives_other_tokens(tp_degree, prompts, tmp_path):
+    """What must fail does: `tiny` with RoPE where it has none and none where it has it."""
+    from smollm3_neuron.generation import generate
+    from smollm3_neuron.reference import load_reference, reference_generate, token_match
+
+    folder = shutil.copytree(tiny_folder(), tmp_path / "inverted")
+    config = json.loads((folder / "config.json").read_text())
+    config["no_rope_layers"] = [1 - flag for flag in config["no_rope_layers"]]
+    (folder / "config.json").write_text(json.dumps(config))
+    settings = Settings(tp_degree=tp_degree, seq_len=64, torch_dtype="float32")
+    model = compile_artifact(folder, tmp_path / "artifact", settings, "cpu").load()
+    reference, (texts, barred) = load_reference(tiny_folder()), prompts
+    for prompt, result in zip(texts, generate(model, texts, NEW_TOKENS, barred_token_ids=barred)):
+        expected = reference_generate(reference, prompt, NEW_TOKENS, barred).tokens
+        assert token_match(result.tokens, expected) < 0.9 and result.tokens != expected

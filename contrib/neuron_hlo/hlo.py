@@ -51,22 +51,40 @@ class Graph:
                 counted[instruction.opcode, str([list(group.replica_ids) for group in groups])] += 1
         return counted
 
-    def way_back(self, output: int) -> Counter:
-        """Opcodes on the way from an output back to the nearest matrix products."""
-        todo, seen, opcodes = [self.outputs[output]], set(), Counter()
+    def way_back(self, output: int) -> list:
+        """Instructions on the way from an output back to the nearest matrix products, these included."""
+        todo, seen, way = [self.outputs[output]], set(), []
         while todo:
             instruction = self.by_id[todo.pop()]
             if instruction.id not in seen:
                 seen.add(instruction.id)
-                opcodes[instruction.opcode] += 1
+                way.append(instruction)
                 if instruction.opcode not in ENDS:
                     todo += instruction.operand_ids
-        return opcodes
+        return way
 
     def rotated(self) -> tuple[list[int], list[int]]:
         """Per layer whether K, and whether V, is rotated before it reaches the cache: rotate_half is the only negation there."""
-        rotated = [int(self.way_back(output)["negate"] > 0) for output in range(1, len(self.outputs))]
+        ways = [self.way_back(output) for output in range(1, len(self.outputs))]
+        rotated = [int(any(instruction.opcode == "negate" for instruction in way)) for way in ways]
         return rotated[0::2], rotated[1::2]
+
+    def projections(self, weights: dict[int, str]) -> list[list[str]]:
+        """Per K and V output the weights of the matrix products that it comes from; `weights` by parameter number."""
+        found = []
+        for output in range(1, len(self.outputs)):
+            dots = [instruction for instruction in self.way_back(output) if instruction.opcode == "dot"]
+            operands = [self.operand(number) for dot in dots for number in dot.operand_ids]
+            numbers = {operand.parameter_number for operand in operands if operand.opcode == "parameter"}
+            found.append(sorted(weights[number] for number in numbers & weights.keys()))
+        return found
+
+    def operand(self, number: int):
+        """The instruction before what only moves it in memory."""
+        instruction = self.by_id[number]
+        while instruction.opcode in ("transpose", "reshape", "convert", "copy", "bitcast"):
+            instruction = self.by_id[instruction.operand_ids[0]]
+        return instruction
 
     def aliases(self) -> dict[int, int]:
         """Output -> the parameter whose memory it takes."""
@@ -134,6 +152,8 @@ def facts(module, record) -> dict[str, Any]:
             "states": {name: [n, *shape_of(n)] for n, name in record.states.items() if n >= 0},
             "weights": {name: [n, *shape_of(n)] for n, name in record.weights.items()},
             "constants": {n: [str(value.dtype), list(value.shape)] for n, value in record.constants.items()},
+            "buffers": record.buffers,
+            "projections": graph.projections(record.weights),
             "aliased": {output: record.states.get(n) for output, n in sorted(graph.aliases().items())},
             "unread": record.unread,
             "fallbacks": record.fallbacks,

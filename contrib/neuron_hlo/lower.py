@@ -111,7 +111,7 @@ def run(job: dict[str, Any], out: Path) -> dict[str, Any]:
         from smollm3_neuron.shard_writer import write_shards
 
         write_shards(job["checkpoint"], model.config, out / "ours")
-    found["schedule"] = list(model.config.no_rope_layers)
+    found["schedule"] = getattr(model.config, "no_rope_layers", None)
     found["peak_memory"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return found
 

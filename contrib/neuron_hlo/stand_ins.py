@@ -47,7 +47,8 @@ class TraceRecord:
     inputs: list[int]  # parameter number of each example input; -1: the graph does not read it
     states: dict[int, str]
     weights: dict[int, str]
-    constants: dict[int, torch.Tensor]  # read by the graph, and neither an input nor the model's
+    constants: dict[int, torch.Tensor]  # read by the graph, and neither an input nor in the model's state dict
+    buffers: dict[int, str]  # those constants that are buffers of the model: inverse frequencies, from the second bucket on
     unread: list[str]
     fallbacks: dict[str, int]  # aten operations that torch_xla gave back to the host
     executions: int  # of graphs while tracing: someone asked for a tensor's value
@@ -89,7 +90,9 @@ def named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def generate_hlo(func, example_inputs, input_output_aliases=None, **options) -> HloArtifacts:
+def generate_hlo(
+    func, example_inputs, input_output_aliases=None, preserve_parameters=True, **options
+) -> HloArtifacts:
     device = torch_xla.device()
     names = {id(tensor): name for name, tensor in named_tensors(func).items()}
     # name of the state -> output that becomes its next value
@@ -108,18 +111,24 @@ def generate_hlo(func, example_inputs, input_output_aliases=None, **options) -> 
     module = protos.HloModuleProto.FromString(context.hlo())
     numbers = {name: context.tensor_parameter_id(tensor) for name, tensor in named_tensors(func).items()}
     input_numbers = [context.tensor_parameter_id(tensor) for tensor in inputs]
-    known = {*numbers.values(), *input_numbers}
+    saved = func.state_dict()
+    buffers = {n: name for name, n in numbers.items() if n >= 0 and name not in saved and name not in aliases}
+    weights = {name: n for name, n in numbers.items() if n >= 0 and n not in buffers and name not in aliases}
+    known = {*weights.values(), *input_numbers, *(numbers[name] for name in aliases)}
     constants = {n: tensor for n, tensor in context.parameter_id_tensor_mapping().items() if n not in known}
     record = TraceRecord(
         inputs=input_numbers,
         states={numbers[name]: name for name in aliases},
         # "->" stands for the dot in parameter names that NxD registers
-        weights={n: name.replace("->", ".") for name, n in numbers.items() if n >= 0 and name not in aliases},
+        weights={n: name.replace("->", ".") for name, n in weights.items()},
         constants={n: tensor.detach().cpu() for n, tensor in constants.items()},
+        buffers=buffers,
         unread=[name for name, n in numbers.items() if n < 0],
         fallbacks=fallbacks,
         executions=executions,
     )
+    if not preserve_parameters:
+        func.to("meta")  # no other bucket is traced with this module: its memory goes
     for name, output in aliases.items():
         module.input_output_alias.entries.add(
             output_shape_index=[output], parameter_number=numbers[name], kind=protos.Kind.MUST_ALIAS
@@ -131,7 +140,7 @@ def generate_hlo(func, example_inputs, input_output_aliases=None, **options) -> 
         metaneff=metaneff(module, record),
         weights=None,
         constant_parameter_tensors=constants,
-        weight_name_to_idx={name: n for name, n in numbers.items() if n >= 0 and name not in aliases},
+        weight_name_to_idx=weights,
         record=record,
     )
 

@@ -4,6 +4,8 @@ Needs --nxd-source and `make hlo-venv`; asked for with -m hlo.
 """
 
 import json
+import subprocess
+import sys
 from filecmp import cmpfiles
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,13 +18,14 @@ import lowering
 from lowering import NEW_TOKENS, TWINS, Cell, cells_of, checkpoint_of, prompts_of
 from neuron_hlo.checks import faults
 from reference import reference_tokens
+from smollm3_neuron import hf_config, models
+from smollm3_neuron.machines import Estimate
 from transformers import LlamaConfig, SmolLM3ForCausalLM
 
 pytestmark = pytest.mark.hlo
 SAFETENSORS = {"I32": "S32"}  # the names that differ from HLO's
 TWIN = Cell("plain", 2)
-# what its name says, in a machine that holds 8 GB: only a config.json is needed
-MODEL_3B = {"tp_degree": 8, "batch_size": 1, "seq_len": 2048, "torch_dtype": "bfloat16"}
+NEURON_3B = {"tp_degree": 8, "batch_size": 1, "seq_len": 2048, "torch_dtype": "bfloat16"}
 
 
 def pytest_generate_tests(metafunc):
@@ -207,18 +210,46 @@ def test_broken_twin_is_caught(release, twin, lowered, random_checkpoints):
 
 def test_the_3b_config_lowers_and_agrees_with_plan(release, tmp_path):
     """Operations and bytes per step within 2% of smollm3_neuron.machines, without any weights."""
-    from smollm3_neuron import hf_config
-    from smollm3_neuron.machines import Estimate
-
-    config = Path(__file__).parent / "smollm3_3b"
-    job = {"name": "3b", "checkpoint": str(config), "neuron": MODEL_3B}
+    (tmp_path / "config.json").write_text(json.dumps(models.SMOLLM3_3B))
+    job = {"name": "3b", "checkpoint": str(tmp_path), "neuron": NEURON_3B}
     facts = lowering.lower(release, [job], tmp_path)["3b"]
     assert "error" not in facts, facts["traceback"]
-    values = hf_config.read_config(config)
-    of = Estimate(SimpleNamespace(**values), MODEL_3B["tp_degree"], MODEL_3B["seq_len"])
+    values = hf_config.read_config(tmp_path)
+    of = Estimate(SimpleNamespace(**values), NEURON_3B["tp_degree"], NEURON_3B["seq_len"])
     prefill, decode = facts["graphs"]["context_encoding_model_0"], facts["graphs"]["token_generation_model_0"]
     for found in (prefill, decode):
-        assert faults(found, values["no_rope_layers"], MODEL_3B) == {}
+        assert faults(found, values["no_rope_layers"], NEURON_3B) == {}
     assert decode["flops"] == pytest.approx(of.decode_flops, rel=0.02)
     assert prefill["flops"] == pytest.approx(of.prefill_flops, rel=0.02)
     assert decode["bytes_read"] == pytest.approx(of.decode_bytes, rel=0.02)
+
+
+def test_command_writes_the_graphs_and_a_report(release, tmp_path):
+    out = tmp_path / "out"
+    command = [
+        sys.executable, lowering.ROOT / "scripts/compile.py", "--model", "tiny", "--tp", "4", "--seq-len", "128",
+        "--device", "hlo", "--nxd-source", f"{release.nxd}:{release.nxdi}", "--output", out,
+    ]
+    for _ in range(2):  # the second takes the place of the first
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith("Nothing was compiled") and "FAULT" not in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert sorted(path.name for path in out.iterdir()) == [
+        "context_encoding_model_0.hlo", "report.json", "report.txt", "token_generation_model_0.hlo"
+    ]
+    report = json.loads((out / "report.json").read_text())
+    for found in report["graphs"].values():
+        assert found["keys_rotated"] == schedule_of(lowering.TINY)
+        assert found["flops"] == pytest.approx(found["planned_flops"], rel=0.02)
+        assert found["bytes_read"] == pytest.approx(found["planned_bytes"], rel=0.02)
+
+
+def test_command_names_what_the_library_refuses(release, tmp_path):
+    command = [
+        sys.executable, lowering.ROOT / "scripts/compile.py", "--model", "tiny", "--seq-len", "4097", "--device", "hlo",
+        "--nxd-source", f"{release.nxd}:{release.nxdi}", "--output", tmp_path / "out",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2 and done.stderr.startswith("error: seq_len is 4097"), done.stderr
+    assert list(tmp_path.iterdir()) == []
