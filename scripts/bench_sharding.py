@@ -125,6 +125,7 @@ def main() -> None:
         size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
         print(f"checkpoint of {size / 1e9:.2f} GB in {scratch}\n")
         print(f"{'':<24}{'seconds':>10}{'of a copy':>11}{'anonymous memory over the process at rest':>44}")
+        os.sync()  # before each measurement: what others left to be written would be paid for here
         began = time.perf_counter()
         shutil.copytree(folder, output)
         copy = time.perf_counter() - began
@@ -133,6 +134,7 @@ def main() -> None:
             shards = {}
             for sharder in (f"this {tp_degree}", *([f"library {tp_degree}"] if args.nxd_source else [])):
                 shutil.rmtree(output)
+                os.sync()
                 found = run(sharder, folder, output, args.nxd_source)
                 shards[sharder] = [found["seconds"], sorted(_digest(file) for file in output.glob("*.safetensors"))]
                 name = f"{'NxDI own' if sharder.startswith('library') else 'this project'}, TP {tp_degree}"

@@ -27,6 +27,15 @@ def script():
     del sys.modules[spec.name]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    # So small a model only loses by more, and loses 30-fold where the machine is busy.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="module")
 def tokenizer():
     return AutoTokenizer.from_pretrained(TINY)
@@ -228,6 +237,21 @@ def test_greedy_choices_are_sharp(judged):
 
 def test_inverted_schedule_breaks_the_tokens(judged):
     assert judged[2] < 0.5
+
+
+def test_every_wrong_schedule_moves_the_logits(script, tokenizer):
+    # The tokens alone do not tell: with RoPE on all layers they stay the same.
+    ids = tokenizer("23+45=68\n23+46=69\n23+47=70\n23+48=71\n23+49=72\n", return_tensors="pt").input_ids
+
+    @torch.no_grad()
+    def logits(schedule):
+        return script.load(TINY, no_rope_layers=schedule)(ids).logits
+
+    own = [1, 1, 1, 0, 1, 1, 1, 0]
+    expected = logits(own)
+    for wrong in [[1] * 8, *([rope ^ (i == layer) for i, rope in enumerate(own)] for layer in range(8))]:
+        moved = (logits(wrong) - expected).abs().max().item()
+        assert moved > 0.05, wrong
 
 
 def test_chat_answers_and_stops(script, tokenizer):

@@ -14,6 +14,7 @@ import os
 import shutil
 import tempfile
 import time
+import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -317,12 +318,26 @@ def _identity(folder: Path) -> dict[str, Any]:
 
 def sha256(path: Path, size: int | None = None) -> str:
     """Of the whole file, or of its first `size` bytes."""
-    digest, left = hashlib.sha256(), path.stat().st_size if size is None else size
+    digest = hashlib.sha256()
+    for chunk in _read(path, size):
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+def crc32(path: Path) -> int:
+    """Of the whole file."""
+    value = 0
+    for chunk in _read(path):
+        value = zlib.crc32(chunk, value)
+    return value
+
+
+def _read(path: Path, size: int | None = None) -> Iterator[bytes]:
+    left = path.stat().st_size if size is None else size
     with open(path, "rb") as file:
         while left > 0 and (chunk := file.read(min(left, 1 << 20))):
-            digest.update(chunk)
+            yield chunk
             left -= len(chunk)
-    return digest.hexdigest()
 
 
 def _digest(manifest: dict[str, Any]) -> str:
@@ -338,5 +353,5 @@ def _check_file(path: Path, entry: dict[str, Any], verify: bool) -> None:
     header = entry.get("header")
     if header and sha256(path, header["size"]) != header["sha256"]:
         raise SmolLM3Error(f"{path}: damaged, the digest of its header differs from {MANIFEST}'s; compile again")
-    if (verify or not header) and sha256(path) != entry["sha256"]:
+    if (header and verify and crc32(path) != entry["crc32"]) or (not header and sha256(path) != entry["sha256"]):
         raise SmolLM3Error(f"{path}: damaged, its digest differs from {MANIFEST}'s; compile again")

@@ -75,5 +75,5 @@ def _download(repo_id: str, revision: str | None) -> Path:
     except HFValidationError as error:
         raise SmolLM3Error(f"{repo_id}: not a hub id ({str(error).splitlines()[0]}); {otherwise}") from None
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise SmolLM3Error(f"{repo_id}{at}: the hub cannot be reached ({reason[:160]}); {otherwise}") from None
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].split(". ")[0]
+        raise SmolLM3Error(f"{repo_id}{at}: the hub cannot be reached ({reason}); {otherwise}") from None
