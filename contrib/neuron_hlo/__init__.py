@@ -1,0 +1,1 @@
+"""NxD Inference's compile path without a device, up to the call of neuronx-cc, see README.md."""

@@ -15,7 +15,7 @@ def _faults(facts: dict[str, Any], schedule: list[int], neuron: dict[str, Any]) 
     if facts["executions"]:
         yield "execution", f"{facts['executions']} executions while tracing: a tensor's value was asked for"
     buffers = {str(number) for number in facts["buffers"]}
-    tensors = {number: constant for number, constant in facts["constants"].items() if constant[1] and str(number) not in buffers}
+    tensors = {number: of for number, of in facts["constants"].items() if of[1] and str(number) not in buffers}
     if tensors:
         yield "constant", f"tensors from outside the model became parameters: {tensors}"
     if facts["dynamic"] or facts["float64"]:

@@ -51,7 +51,8 @@ def build(lib: Path, soname: str, needed: set[str]) -> None:
         source.write_text("".join(f"int {name}(void) {{ return 1; }}\n" for name in names) or "int stub;\n")
         script.write_text("".join(f"{v} {{ global: {'; '.join(names)}; }};\n" for v, names in versions.items()))
         options = [f"-Wl,--version-script={script}"] if versions else []
-        output_of("gcc", "-shared", "-fPIC", "-w", "-fno-builtin", *options, f"-Wl,-soname,{soname}", "-o", lib / soname, source)
+        options += [f"-Wl,-soname,{soname}", "-o", lib / soname, source]
+        output_of("gcc", "-shared", "-fPIC", "-w", "-fno-builtin", *options)
 
 
 def main(site_packages: Path) -> None:
@@ -71,7 +72,7 @@ def main(site_packages: Path) -> None:
             if version:
                 needed[sonames.get(version)].add(symbol)
             else:  # the longest beginning: cublasLt before cublas
-                begins = [soname for soname, start in BIG.items() if name.startswith(start) or start == "nvshmem" and start in name]
+                begins = [n for n, start in BIG.items() if name.startswith(start) or start == "nvshmem" and start in name]
                 needed[max(begins, key=lambda soname: len(BIG[soname]), default=None)].add(symbol)
     for soname in BIG:
         if not (lib / soname).exists():

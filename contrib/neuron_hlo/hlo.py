@@ -6,7 +6,10 @@ from typing import Any
 
 from . import protos
 
-BYTES = {"PRED": 1, "S8": 1, "U8": 1, "S16": 2, "U16": 2, "F16": 2, "BF16": 2, "S32": 4, "U32": 4, "F32": 4, "S64": 8, "U64": 8, "F64": 8}
+BYTES = {
+    "PRED": 1, "S8": 1, "U8": 1, "S16": 2, "U16": 2, "F16": 2, "BF16": 2, "S32": 4, "U32": 4, "F32": 4, "S64": 8, "U64": 8,
+    "F64": 8,
+}
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 # where the way from a K or V output back to its projection ends
 ENDS = ("dot", "parameter", "constant", *COLLECTIVES)
@@ -64,7 +67,7 @@ class Graph:
         return way
 
     def rotated(self) -> tuple[list[int], list[int]]:
-        """Per layer whether K, and whether V, is rotated before it reaches the cache: rotate_half is the only negation there."""
+        """Per layer whether K, and whether V, is rotated on its way to the cache: only rotate_half negates there."""
         ways = [self.way_back(output) for output in range(1, len(self.outputs))]
         rotated = [int(any(instruction.opcode == "negate" for instruction in way)) for way in ways]
         return rotated[0::2], rotated[1::2]

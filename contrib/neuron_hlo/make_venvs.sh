@@ -8,16 +8,17 @@ here=$(dirname "$0")
 for tool in gcc nm readelf; do
     command -v $tool > /dev/null || { echo "error: $tool is needed to stand in for torch's CUDA libraries" >&2; exit 2; }
 done
-pip() { "$1/bin/python" -m pip install --quiet --disable-pip-version-check "${@:2}"; }
+pip() { "$1/bin/python" -m pip install --quiet --no-input --disable-pip-version-check "${@:2}" < /dev/null; }
 
 $PYTHON -m venv --clear .venv-hlo
+# first what asks for no torch, whose CUDA libraries would come with it
+pip .venv-hlo transformers==4.57.6 safetensors typing_extensions sympy networkx jinja2 absl-py protobuf boto3 tenacity \
+    scipy psutil tqdm
 # torch_xla loads beside this torch alone, and PyPI has only its CUDA build: its big libraries are left out and stood in for
 pip .venv-hlo --no-deps torch==2.9.0 torch_xla==2.9.0 nvidia-cuda-runtime-cu12==12.8.90 nvidia-cuda-cupti-cu12==12.8.90 \
     nvidia-cufile-cu12==1.13.1.3 nvidia-nvtx-cu12==12.8.90 accelerate==1.15.0
-.venv-hlo/bin/python "$here/cuda_stubs.py" "$(.venv-hlo/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
-# the rest names no package that would ask for torch, which would bring those libraries after all
-pip .venv-hlo transformers==4.57.6 safetensors typing_extensions sympy networkx jinja2 absl-py protobuf boto3 tenacity \
-    scipy psutil tqdm
+packages=$(.venv-hlo/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+.venv-hlo/bin/python "$here/cuda_stubs.py" "$packages"
 
 $PYTHON -m venv --clear .venv-hlo-run
 pip .venv-hlo-run jax==0.7.1 jaxlib==0.7.1

@@ -19,7 +19,9 @@ ENUMS = {
 
 # message -> "name type number", a star before the type: repeated, two types with a colon: a map
 MESSAGES = {
-    "ShapeProto": "element_type PrimitiveType 2, dimensions *int64 3, tuple_shapes *ShapeProto 4, is_dynamic_dimension *bool 6",
+    "ShapeProto": (
+        "element_type PrimitiveType 2, dimensions *int64 3, tuple_shapes *ShapeProto 4, is_dynamic_dimension *bool 6"
+    ),
     "ProgramShapeProto": "parameters *ShapeProto 1, result ShapeProto 2, parameter_names *string 3",
     "FrontendAttributes": "map string:string 1",
     "ReplicaGroup": "replica_ids *int64 1",
@@ -46,7 +48,8 @@ MESSAGES = {
         "input_output_alias HloInputOutputAliasProto 8, is_dynamic bool 11, frontend_attributes FrontendAttributes 19"
     ),
     "MetaTensor": (
-        "name bytes 1, shape *int64 2, data_type int32 3, type MetaTensorType 4, checkpoint_key bytes 5, user_input_key bytes 6"
+        "name bytes 1, shape *int64 2, data_type int32 3, type MetaTensorType 4, checkpoint_key bytes 5, "
+        "user_input_key bytes 6"
     ),
     "MetaNeff": "input_tensors *MetaTensor 1, output_tensors *MetaTensor 2, output_aliases_to int32:int32 3",
 }

@@ -30,8 +30,8 @@ REPORT = "report.json"
 VARIABLE = "NXD_SOURCE"
 NOTHING_COMPILED = "Nothing was compiled: this is the HLO that neuronx-cc would be given. It does not run on a device."
 HOW_TO_GET_THE_SOURCES = f"""\
---device hlo needs the sources of NxD and of NxD Inference: --nxd-source NXD/src:NXDI/src, or {VARIABLE} in the environment. \
-For SDK 2.28: git clone --branch v2.28.0 https://github.com/aws-neuron/neuronx-distributed NXD; \
+--device hlo needs the sources of NxD and of NxD Inference: --nxd-source NXD/src:NXDI/src, or {VARIABLE} in the \
+environment. For SDK 2.28: git clone --branch v2.28.0 https://github.com/aws-neuron/neuronx-distributed NXD; \
 git clone https://github.com/aws-neuron/neuronx-distributed-inference NXDI; git -C NXDI checkout cd3abf3"""
 
 
@@ -132,7 +132,7 @@ def text(report: dict[str, Any]) -> str:
             f"  collectives    {collectives}",
             f"  parameters     {found['parameter_bytes'] / 1e6:,.1f} MB per core",
             f"  per step       {_compared(found['flops'], found['planned_flops'], 1e9, 'GFLOP')}",
-            f"                 {_compared(found['bytes_read'], found['planned_bytes'], 1e6, 'MB read')}",
+            f"                 {_compared(found['bytes_read'], found['planned_bytes'], 1e9, 'GB read')}",
             f"  NoPE layers    {nope} of {len(rotary)}, read back from the graph",
             f"  compiler       {found['compiler_args']}",
         ]

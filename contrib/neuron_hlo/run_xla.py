@@ -28,6 +28,11 @@ DTYPES = {
 CONTEXT_ENCODING, TOKEN_GENERATION = "context_encoding_model", "token_generation_model"
 
 
+def shard_files(folder: Path) -> list[Path]:
+    """In the order of their ranks."""
+    return sorted(folder.glob("tp*_sharded_checkpoint.safetensors"), key=lambda f: int(f.name[2:].partition("_")[0]))
+
+
 def read_shard(path: Path) -> dict[str, numpy.ndarray]:
     data = numpy.memmap(path, numpy.uint8, "r")
     size = int.from_bytes(data[:8].tobytes(), "little")
@@ -40,11 +45,16 @@ def read_shard(path: Path) -> dict[str, numpy.ndarray]:
     return tensors
 
 
+def constant(arrays, number: str, torch_dtype: str) -> numpy.ndarray:
+    """numpy has no bfloat16: lower.py wrote its bits."""
+    array = arrays[f"constant{number}"]
+    return array.view(ml_dtypes.bfloat16) if torch_dtype == "torch.bfloat16" else array
+
+
 class Graph:
     """One compiled graph with the arrays of its parameters by number; states and inputs are set at each step."""
 
     def __init__(self, folder: Path, name: str, facts: dict, shards: list[dict[str, numpy.ndarray]], devices: list):
-        import jax
         from jax._src.lib import xla_client
 
         self.submodel = facts["submodel"]
@@ -60,11 +70,15 @@ class Graph:
         self.inputs = {number: at for at, number in enumerate(facts["inputs"]) if number >= 0}
         self.states = {number: (state, shape, DTYPES[dtype]) for state, (number, dtype, shape) in facts["states"].items()}
         self.aliased = {int(output): state for output, state in facts["aliased"].items()}
-        put = lambda arrays: [jax.device_put(array, device) for array, device in zip(arrays, devices, strict=True)]  # noqa: E731
         self.fixed = {
-            number: put([shard[weight] for shard in shards]) for weight, (number, _, _) in facts["weights"].items()
-        } | {int(n): put([arrays[f"constant{n}"]] * len(devices)) for n in facts["constants"]}
-        self.put = put
+            number: self.put([shard[weight] for shard in shards]) for weight, (number, _, _) in facts["weights"].items()
+        } | {int(n): self.put([constant(arrays, n, of)] * len(devices)) for n, (of, _) in facts["constants"].items()}
+
+    def put(self, arrays: list[numpy.ndarray]) -> list:
+        """Each on its rank's device."""
+        import jax
+
+        return [jax.device_put(array, device) for array, device in zip(arrays, self.devices, strict=True)]
 
     @property
     def width(self) -> int:
@@ -105,9 +119,8 @@ class Model:
         import jax
 
         facts = json.loads((folder / "facts.json").read_text())["graphs"]
-        files = sorted(shards.glob("tp*_sharded_checkpoint.safetensors"), key=lambda f: int(f.name[2:].partition("_")[0]))
-        tensors = [read_shard(file) for file in files]
-        devices = jax.devices()[: len(files)]
+        tensors = [read_shard(file) for file in shard_files(shards)]
+        devices = jax.devices()[: len(tensors)]
         self.graphs = [Graph(folder, name, of, tensors, devices) for name, of in facts.items()]
         self.states = {}
 
@@ -170,7 +183,10 @@ def run_all(jobs: list[dict]) -> None:
 
 def main(path: str) -> None:
     jobs = json.loads(Path(path).read_text())
-    os.environ.update(XLA_FLAGS="--xla_force_host_platform_device_count=8", JAX_PLATFORMS="cpu", JAX_ENABLE_X64="1")
+    ranks = max(len(shard_files(Path(job["shards"]))) for job in jobs["runs"])
+    # unoptimized: compiling takes longer than running
+    flags = f"--xla_force_host_platform_device_count={ranks} --xla_backend_optimization_level=0"
+    os.environ.update(XLA_FLAGS=flags, JAX_PLATFORMS="cpu", JAX_ENABLE_X64="1")
     count = jobs.get("processes", 1)
     context = multiprocessing.get_context("spawn")
     processes = [context.Process(target=run_all, args=(jobs["runs"][at::count],)) for at in range(count)]

@@ -3,8 +3,8 @@
     torch_neuronx.xla_impl.trace   generate_hlo: one forward on torch_xla's CPU backend, lowered to an HloModuleProto
     torch_neuronx.xla_impl.ops     see ops.py
     torch_neuronx.pyhlo, .proto    see protos.py
-    libneuronxla                   neuron_xla_compile is where it ends: ReachedCompiler. neuron_xla_wlo_compile, called before
-                                   it for the weights' layout of token generation, answers "no other layout"
+    libneuronxla                   neuron_xla_compile is where it ends: ReachedCompiler. neuron_xla_wlo_compile, called
+                                   before for the weights' layout of token generation, answers "no other layout"
     all else                       inert, see inert.py
 
 Parameters of a graph: the inputs, the state (KV caches, one per aliased output), the weights by their names in the model,
@@ -115,7 +115,7 @@ def generate_hlo(
     buffers = {n: name for name, n in numbers.items() if n >= 0 and name not in saved and name not in aliases}
     weights = {name: n for name, n in numbers.items() if n >= 0 and n not in buffers and name not in aliases}
     known = {*weights.values(), *input_numbers, *(numbers[name] for name in aliases)}
-    constants = {n: tensor for n, tensor in context.parameter_id_tensor_mapping().items() if n not in known}
+    constants = {n: tensor for n, tensor in context.device_parameter_id_tensor_mapping().items() if n not in known}
     record = TraceRecord(
         inputs=input_numbers,
         states={numbers[name]: name for name in aliases},

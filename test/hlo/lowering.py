@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from harness import MODEL, ROOT, TINY, Release
+from harness import MODEL, ROOT, Release
 
 HERE = Path(__file__).resolve().parent
 CONTRIB = ROOT / "contrib"
@@ -69,7 +69,12 @@ CELLS = [
     Cell("plain", 2, label="vocab-parallel", options={"vocab_parallel": True}),
     Cell("odd-vocabulary", 4),
     Cell("odd-vocabulary", 2, label="sampling", options=GREEDY),
+    Cell("negative", 3),
+    Cell("negative", 3, label="sampling", options=GREEDY),
     Cell("listed", 2),
+    Cell("yarn", 2),
+    Cell("linear", 2),
+    Cell("llama3", 2),
     Cell("untied", 2),
     Cell("biases", 2, fused=True),
     Cell("9-heads-3-kv", 2),
@@ -139,10 +144,6 @@ def run(runs: list[dict], out: Path, timeout: float = 900) -> dict[str, dict]:
     (out / "runs.json").write_text(json.dumps({"processes": PROCESSES, "runs": runs}))
     call(RUNS / "bin/python", [str(CONTRIB / "neuron_hlo/run_xla.py"), str(out / "runs.json")], out / "runs.log", timeout)
     return {one["name"]: json.loads(Path(one["result"]).read_text()) for one in runs}
-
-
-def checkpoint_of(name: str, random_checkpoints: dict[str, str]) -> str:
-    return str(TINY) if name == "tiny" else random_checkpoints[name]
 
 
 sys.path.insert(0, str(CONTRIB))

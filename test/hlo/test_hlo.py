@@ -15,9 +15,11 @@ import pytest
 import torch
 
 import lowering
-from lowering import NEW_TOKENS, TWINS, Cell, cells_of, checkpoint_of, prompts_of
+from harness import TINY
+from lowering import NEW_TOKENS, TWINS, Cell, cells_of, prompts_of
 from neuron_hlo.checks import faults
-from reference import reference_tokens
+from reference import make_checkpoint, reference_tokens
+from safetensors.torch import load_file, save_file
 from smollm3_neuron import hf_config, models
 from smollm3_neuron.machines import Estimate
 from transformers import LlamaConfig, SmolLM3ForCausalLM
@@ -59,18 +61,18 @@ class Lowered:
 
     def __init__(self, release, cells, twins, checkpoints, out: Path):
         def job(cell, **more):
-            return {"name": cell.name, "checkpoint": checkpoints(cell.checkpoint), "neuron": cell.neuron, **more}
+            return {"name": cell.name, "checkpoint": checkpoints[cell.checkpoint], "neuron": cell.neuron, **more}
 
         jobs = [job(cell, shards=["library", "ours"]) for cell in cells]
         jobs += [{**job(TWIN), "name": twin, "model": f"twins:{twin}", "shards": ["ours"]} for twin in twins]
         jobs += [{
-            **job(cell), "name": f"llama-{cell.name}", "checkpoint": checkpoints("llama"), "model": lowering.LLAMA,
+            **job(cell), "name": f"llama-{cell.name}", "checkpoint": checkpoints["llama"], "model": lowering.LLAMA,
             "shards": [], "neuron": {**cell.neuron, "fused_qkv": False},
         } for cell in cells if "sequence-parallel" in cell.name]
         self.out = out
         self.facts = lowering.lower(release, jobs, out)
         runs = [
-            self._run(cell.name, cell, checkpoints(cell.checkpoint)) for cell in cells if "graphs" in self.facts[cell.name]
+            self._run(cell.name, cell, checkpoints[cell.checkpoint]) for cell in cells if "graphs" in self.facts[cell.name]
         ]
         runs += [self._run(twin, TWIN, None) for twin in ("WrongSchedule", "SwappedKeysAndValues") if twin in twins]
         self.results = lowering.run(runs, out)
@@ -99,17 +101,34 @@ class Lowered:
 
 
 @pytest.fixture(scope="session")
-def lowered(request, random_checkpoints, tmp_path_factory):
-    """Of a release, for the cells and twins that were asked for."""
-    releases = {}
-    llama = tmp_path_factory.mktemp("llama")
+def checkpoints(random_checkpoints, tmp_path_factory) -> dict[str, str]:
+    """Folders by name; of "llama" no more than its config."""
+    llama, negative = (tmp_path_factory.mktemp(name) for name in ("llama", "negative"))
     LlamaConfig(
         vocab_size=256, hidden_size=128, intermediate_size=192, num_hidden_layers=5, num_attention_heads=8,
         num_key_value_heads=8, max_position_embeddings=256, pad_token_id=0,
     ).save_pretrained(llama)
+    make_checkpoint(negative, vocab_size=253, tie_word_embeddings=False)
+    below_zero(negative / "model.safetensors")
+    return {**random_checkpoints, "tiny": str(TINY), "llama": str(llama), "negative": str(negative)}
 
-    def checkpoints(name):
-        return str(llama) if name == "llama" else checkpoint_of(name, random_checkpoints)
+
+def below_zero(file: Path) -> None:
+    """All logits become negative: a column of padding, which is 0, would win where it is not masked."""
+    tensors = load_file(file)
+    tensors["model.embed_tokens.weight"][:, 0] = 8
+    tensors["model.norm.weight"][0] = 1
+    tensors["lm_head.weight"][:, 0] = -2000
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor[0] = 0  # the first channel stays as embedded
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+@pytest.fixture(scope="session")
+def lowered(request, checkpoints, tmp_path_factory):
+    """Of a release, for the cells and twins that were asked for."""
+    releases = {}
 
     def get(release) -> Lowered:
         if release not in releases:
@@ -146,10 +165,10 @@ def header(file: Path) -> dict[str, list]:
     return {name: [SAFETENSORS.get(e["dtype"], e["dtype"]), e["shape"]] for name, e in entries.items()}
 
 
-def test_graphs(release, cell, lowered, random_checkpoints):
+def test_graphs(release, cell, lowered, checkpoints):
     graphs = lowered(release).graphs(cell.name)
     assert {facts["submodel"] for facts in graphs.values()} == {"context_encoding_model", "token_generation_model"}
-    schedule = schedule_of(checkpoint_of(cell.checkpoint, random_checkpoints))
+    schedule = schedule_of(checkpoints[cell.checkpoint])
     assert {name: faults(facts, schedule, cell.neuron) for name, facts in graphs.items()} == {name: {} for name in graphs}
 
 
@@ -167,15 +186,15 @@ def test_weights_are_those_of_the_shard_files(release, cell, lowered):
         assert {name: stored.get(name) for name in read} == read
 
 
-def test_tokens_equal_transformers(release, cell, lowered, random_checkpoints):
-    assert lowered(release).tokens(cell.name) == expected_tokens(cell, checkpoint_of(cell.checkpoint, random_checkpoints))
+def test_tokens_equal_transformers(release, cell, lowered, checkpoints):
+    assert lowered(release).tokens(cell.name) == expected_tokens(cell, checkpoints[cell.checkpoint])
 
 
-def test_bfloat16_is_off_by_no_more_than_transformers(release, cell, lowered, random_checkpoints):
+def test_bfloat16_is_off_by_no_more_than_transformers(release, cell, lowered, checkpoints):
     """Logits after the same tokens, against transformers' float32."""
     lowered(release).tokens(cell.name)
     got = numpy.load(lowered(release).out / f"{cell.name}.npy")
-    checkpoint = checkpoint_of(cell.checkpoint, random_checkpoints)
+    checkpoint = checkpoints[cell.checkpoint]
     tokens = expected_tokens(cell, checkpoint)
     models = [SmolLM3ForCausalLM.from_pretrained(checkpoint, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
     ours, theirs = [], []
@@ -198,13 +217,13 @@ def test_collectives_of_sequence_parallel_are_llamas(release, cell, lowered):
     assert collectives(cell.name) == collectives(f"llama-{cell.name}")
 
 
-def test_broken_twin_is_caught(release, twin, lowered, random_checkpoints):
+def test_broken_twin_is_caught(release, twin, lowered, checkpoints):
     """By the check that is there for it, in both submodels, and by no other."""
-    schedule = schedule_of(random_checkpoints["plain"])
+    schedule = schedule_of(checkpoints["plain"])
     for facts in lowered(release).graphs(twin).values():
         assert set(faults(facts, schedule, TWIN.neuron)) == TWINS[twin]
     if twin in ("WrongSchedule", "SwappedKeysAndValues"):
-        expected = expected_tokens(TWIN, random_checkpoints["plain"])
+        expected = expected_tokens(TWIN, checkpoints["plain"])
         assert all(got != wanted for got, wanted in zip(lowered(release).tokens(twin), expected, strict=True))
 
 
@@ -240,7 +259,7 @@ def test_command_writes_the_graphs_and_a_report(release, tmp_path):
     ]
     report = json.loads((out / "report.json").read_text())
     for found in report["graphs"].values():
-        assert found["keys_rotated"] == schedule_of(lowering.TINY)
+        assert found["keys_rotated"] == schedule_of(TINY)
         assert found["flops"] == pytest.approx(found["planned_flops"], rel=0.02)
         assert found["bytes_read"] == pytest.approx(found["planned_bytes"], rel=0.02)
 
