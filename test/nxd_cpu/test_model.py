@@ -41,7 +41,7 @@ def assert_logits(output, reference, sequences, tolerance=1e-5):
     expected = torch.stack([last_logits(reference, sequence) for sequence in sequences])
     assert output.logits.shape == (len(sequences), 1, 131) and output.logits.dtype == torch.float32
     assert (output.logits[:, 0] - expected).abs().max() <= tolerance * expected.abs().max()
-    assert output.tokens is output.logits
+    assert torch.equal(output.tokens, output.logits)
 
 
 @pytest.mark.parametrize(

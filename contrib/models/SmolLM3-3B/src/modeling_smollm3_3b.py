@@ -204,6 +204,24 @@ class NeuronSmolLM3ForCausalLM(NeuronBaseForCausalLM):
 
     _model_cls = NeuronSmolLM3Model
 
+    def forward(self, input_ids=None, seq_ids=None, attention_mask=None, position_ids=None, **kwargs):
+        """The library's, for `seq_ids` in any order: it takes row i of a full batch of tokens for line i of the cache."""
+        rows = dict(
+            kwargs, input_ids=input_ids, seq_ids=seq_ids, attention_mask=attention_mask, position_ids=position_ids
+        )
+        reads_lines_as_rows = self.neuron_config.is_continuous_batching and not (
+            self.neuron_config.is_block_kv_layout or self.neuron_config.async_mode
+        )
+        if not reads_lines_as_rows or seq_ids is None or torch.equal(seq_ids, seq_ids.sort().values):
+            return super().forward(**rows)
+        order = seq_ids.argsort()
+        output = super().forward(**{k: v[order] if torch.is_tensor(v) else v for k, v in rows.items()})
+        as_asked = order.argsort()
+        for name in ("logits", "hidden_states", "tokens"):
+            if torch.is_tensor(getattr(output, name)):
+                setattr(output, name, getattr(output, name)[as_asked])
+        return output
+
     @staticmethod
     def load_hf_model(model_path, **kwargs):
         return SmolLM3ForCausalLM.from_pretrained(model_path, **kwargs)
