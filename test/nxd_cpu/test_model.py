@@ -220,7 +220,7 @@ def test_inputs_that_do_not_fit(compiled):
         app(torch.tensor([[5, 6]]), position_ids=torch.tensor([[4, 5]]))
     with pytest.raises(ValueError, match="position_ids"):
         app(torch.tensor([[5, 6]]))
-    with pytest.raises(NotImplementedError, match="left padding"):
+    with pytest.raises(ValueError, match="pad prompts on the right"):
         mask = torch.tensor([[0, 1, 1]])
         app(torch.tensor([[3, 5, 6]]), attention_mask=mask, position_ids=torch.tensor([[1, 0, 1]]))
 

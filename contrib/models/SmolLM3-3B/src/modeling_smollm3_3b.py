@@ -23,8 +23,10 @@ from transformers import SmolLM3ForCausalLM
 from transformers.models.smollm3.modeling_smollm3 import SmolLM3RMSNorm
 
 from . import checkpoint, hf_config
+from .errors import SmolLM3Error
 from .rope import ScaledRotaryEmbedding
 from .sharding import ShardingPlan
+from .switches import check_switches, installed_release
 
 logger = logging.getLogger("Neuron")
 
@@ -59,6 +61,10 @@ class SmolLM3InferenceConfig(InferenceConfig):
         if not hasattr(self, "source_num_key_value_heads"):
             self.source_num_key_value_heads = self.num_key_value_heads
         self.num_key_value_heads = self.source_num_key_value_heads * self.sharding_plan().kv_expansion
+
+    def validate_config(self):
+        super().validate_config()
+        check_switches(self.neuron_config, self.no_rope_layers, installed_release())
 
     def sharding_plan(self) -> ShardingPlan:
         """What the TP degree does to the checkpoint's heads."""
@@ -205,7 +211,12 @@ class NeuronSmolLM3ForCausalLM(NeuronBaseForCausalLM):
     _model_cls = NeuronSmolLM3Model
 
     def forward(self, input_ids=None, seq_ids=None, attention_mask=None, position_ids=None, **kwargs):
-        """The library's, for `seq_ids` in any order: it takes row i of a full batch of tokens for line i of the cache."""
+        """The library's, for `seq_ids` in any order: it takes row i of a full batch of tokens for line i of the cache.
+
+        SmolLM3Error for prompts that are padded on the left, which it would read as if they were not.
+        """
+        if attention_mask is not None and (attention_mask[:, 1:] > attention_mask[:, :-1]).any():
+            raise SmolLM3Error("attention_mask has a 0 before a 1: pad prompts on the right")
         rows = dict(
             kwargs, input_ids=input_ids, seq_ids=seq_ids, attention_mask=attention_mask, position_ids=position_ids
         )
