@@ -1,6 +1,7 @@
 """Compiles SmolLM3 to an artifact: python scripts/compile.py --tp 2"""
 
 import argparse
+import json
 import logging
 import time
 import warnings
@@ -28,10 +29,18 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--enable-bucketing", action="store_true", help="graphs for several lengths, powers of two if none given")
     parser.add_argument("--context-encoding-buckets", type=int, nargs="+", metavar="N", help="lengths of prompts")
     parser.add_argument("--token-generation-buckets", type=int, nargs="+", metavar="N", help="lengths of the cache")
+    parser.add_argument("--on-device-sampling-config", type=json_object, metavar="JSON", help='{"dynamic": true}: sample on the device')
     parser.add_argument("--weights-only", action="store_true", help="keep the artifact's graphs, shard the weights again")
     parser.add_argument("--output", type=Path, help="artifact folder (default: artifacts/MODEL-tpN)")
     common.add_device(parser)
     return parser.parse_args()
+
+
+def json_object(text: str) -> dict:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError(text)
+    return value
 
 
 def kv_heads(folder: Path, tp_degree: int) -> str:
@@ -60,6 +69,7 @@ def main() -> None:
         enable_bucketing=args.enable_bucketing,
         context_encoding_buckets=args.context_encoding_buckets,
         token_generation_buckets=args.token_generation_buckets,
+        on_device_sampling_config=args.on_device_sampling_config,
     )
     place = device.choose_place(args.device)
     folder, name, revision = models.locate_model(args.model, args.revision)

@@ -2,7 +2,7 @@
 
 A job is a dict: "name", "kind" (`generate`, `serve` or `shard`), "checkpoint", "neuron" (NeuronConfig's keywords), and for
 generate: "prompts" (token ids; they go in batches of the config's batch_size, right padded), "new_tokens", and
-optionally "barred" (tokens never chosen), "forced" (per prompt the tokens to feed instead of the model's own choice),
+optionally "sampling_params" (top_k, top_p, temperature per row), "barred" (tokens never chosen), "forced" (per prompt the tokens to feed instead of the model's own choice),
 "logits" (keep them: OUT/NAME.npz holds one [steps, vocabulary] array per prompt); for serve: "prompts", and of each
 request its "lines" of the cache, the step it "comes" at and how many tokens it "stays"; for shard: "keep" (the files).
 """
@@ -39,16 +39,20 @@ def generate_batch(model, job, prompts, forced):
     model.reset()
     for step in range(job["new_tokens"]):
         output = model(
-            input_ids=input_ids, attention_mask=mask, position_ids=positions, seq_ids=torch.arange(len(prompts))
+            input_ids=input_ids, attention_mask=mask, position_ids=positions, seq_ids=torch.arange(len(prompts)),
+            sampling_params=torch.tensor(job["sampling_params"][: len(prompts)]) if "sampling_params" in job else None,
         )
-        logits.append(output.logits[:, -1].float())
-        choice = logits[-1].clone()
-        choice[:, job.get("barred", [])] = -torch.inf
-        tokens.append(choice.argmax(-1))
+        if job["neuron"].get("on_device_sampling_config"):
+            tokens.append(output.hidden_states.flatten().long())
+        else:
+            logits.append(output.logits[:, -1].float())
+            choice = logits[-1].clone()
+            choice[:, job.get("barred", [])] = -torch.inf
+            tokens.append(choice.argmax(-1))
         fed = torch.tensor([row[step] for row in forced]) if forced else tokens[-1]
         input_ids, positions = fed[:, None], lengths + step
         mask = (torch.arange(width + step) < positions).long()  # what came before, without the token itself
-    return torch.stack(tokens, 1).tolist(), torch.stack(logits, 1).numpy()
+    return torch.stack(tokens, 1).tolist(), torch.stack(logits, 1).numpy() if logits else []
 
 
 def generate(model_cls, job, rank, out, make_ready):

@@ -27,14 +27,16 @@ class Feature:
     checkpoint: str = "plain"
     new_tokens: int = 24
     serve: dict = field(default_factory=dict)  # when the requests come and go, see model_jobs.serve
+    sampling_params: list = field(default_factory=list)
     only: tuple = ()  # nothing: every place
 
     def job(self, checkpoints):
         neuron = {"tp_degree": 1, "batch_size": 2, "seq_len": 128, **self.neuron}
         kind = "serve" if self.serve else "generate"
+        more = {"sampling_params": self.sampling_params} if self.sampling_params else {}
         return {
             "name": self.name, "kind": kind, "checkpoint": checkpoints[self.checkpoint], "neuron": neuron,
-            "prompts": self.prompts, "new_tokens": self.new_tokens, **self.serve,
+            "prompts": self.prompts, "new_tokens": self.new_tokens, **self.serve, **more,
         }
 
     def expected(self, checkpoints):
@@ -52,6 +54,8 @@ BUCKETS = dict(
     max_context_length=64,
 )
 EDGES = [prompt(length, length) for length in (1, 7, 8, 9, 15, 16, 17, 63, 64)]
+
+SHORT_AND_LONG = [prompt(9), prompt(40, 1)]  # around a window of 16
 
 FEATURES = [
     *(
@@ -71,6 +75,22 @@ FEATURES = [
         "continuous-batching-buckets", {**BUCKETS, **CONTINUOUS, "tp_degree": 2, "ctx_batch_size": 1}, REQUESTS,
         serve=COME_AND_GO,
     ),
+    *(
+        Feature(f"{name}-tp{tp}", {"tp_degree": tp, "fused_qkv": tp == 2}, SHORT_AND_LONG, name, new_tokens=40)
+        for name in ("window", "window-listed", "window-everywhere")
+        for tp in (1, 2)
+    ),
+    Feature("window-continuous-batching", {**CONTINUOUS, "ctx_batch_size": 1}, REQUESTS, "window-listed", serve=COME_AND_GO),
+    *(
+        Feature(
+            f"on-device-{name}-tp{tp}", {"tp_degree": tp, "on_device_sampling_config": config}, SHORT_AND_LONG, checkpoint,
+            # each of these leaves the best token only, in its own way
+            sampling_params=[[1.0, 1.0, 1.0], [256.0, 1e-4, 0.7]], only=() if tp == 1 else (CPU,),
+        )
+        for name, config in (("greedy", {"top_k": 1}), ("sampling", {"do_sample": True, "dynamic": True}))
+        for tp, checkpoint in ((1, "plain"), (2, "odd-vocabulary"), (3, "plain"))
+    ),
+    Feature("window-as-long-as-the-cache", {"seq_len": 16, "batch_size": 1}, [prompt(9)], "window", new_tokens=8),
 ]
 
 

@@ -1,4 +1,4 @@
-"""NeuronConfig's switches that meet a NoPE layer wrongly, cannot run on NeuronCore v2 (trn1, inf2), or were never meant here.
+"""NeuronConfig's switches that meet a NoPE layer wrongly, cannot run on NeuronCore v2 (trn1, inf2) or were never meant.
 
 What is not in the table was read or run and found right, or is refused by the library itself. No Neuron import.
 """
@@ -24,7 +24,8 @@ class Refusal:
 
 REFUSED = (
     Refusal(
-        "qkv_cte_nki_kernel_fuse_rope", "a NoPE layer would be rotated by the cos and sin of the layer before", only_with_nope=True
+        "qkv_cte_nki_kernel_fuse_rope", "a NoPE layer would be rotated by the cos and sin of the layer before",
+        only_with_nope=True,
     ),
     Refusal(
         "attn_tkg_builtin_kernel_enabled", "the kernel rotates, and a NoPE layer has nothing to rotate by",
@@ -41,15 +42,15 @@ REFUSED = (
     *(
         Refusal(name, NO_SPECULATION)
         for name in (
-            "speculation_length", "enable_fused_speculation", "enable_eagle_speculation", "is_eagle_draft", "token_tree_config",
-            "is_medusa", "medusa_speculation_length", "num_medusa_heads",
+            "speculation_length", "enable_fused_speculation", "enable_eagle_speculation", "is_eagle_draft",
+            "token_tree_config", "is_medusa", "medusa_speculation_length", "num_medusa_heads",
         )
     ),
 )  # fmt: skip
 
 
 def check_switches(neuron_config: Any, no_rope_layers: Sequence[int], release: str | None) -> None:
-    """SmolLM3Error where a switch would run wrong. `release`: NxD Inference's, e.g. "0.8.0"; None: unknown, so any of them."""
+    """SmolLM3Error where a switch would run wrong. `release`: NxD Inference's, e.g. "0.8.0"; None: unknown, so any."""
     if neuron_config.padding_side != "right":
         raise SmolLM3Error(
             f"padding_side is {neuron_config.padding_side!r}, allowed is 'right': leave it out and pad prompts on the right"

@@ -36,6 +36,8 @@ def test_what_is_filled_in(settings, expected):
         ({"enable_bucketing": True, "token_generation_buckets": [64]}, ["token_generation_buckets is [64]", "seq_len, which is 256"]),
         ({"enable_bucketing": True, "context_encoding_buckets": [128, 64, 256]}, ["[128, 64, 256]", "rising"]),
         ({"enable_bucketing": True, "context_encoding_buckets": [1, 256]}, ["[1, 256]", "at least 2"]),
+        ({"on_device_sampling_config": {"do_smaple": True}}, ["do_smaple True", "do_sample"]),
+        ({"on_device_sampling_config": {"global_topk": "all"}}, ["global_topk 'all'", "numbers"]),
         ({"enable_bucketing": True, "context_encoding_buckets": []}, ["context_encoding_buckets is []"]),
     ],
 )
