@@ -26,6 +26,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=Settings.batch_size, help="default: %(default)s")
     parser.add_argument("--dtype", default=Settings.torch_dtype, help="bfloat16, float16 or float32 (default: %(default)s)")
     parser.add_argument("--fused-qkv", action="store_true", help="one projection for queries, keys and values")
+    parser.add_argument("--is-continuous-batching", action="store_true", help="requests come and go, each on its line of the cache")
+    parser.add_argument("--ctx-batch-size", type=int, help="prompts encoded at once (default: 1 with continuous batching)")
+    parser.add_argument("--enable-bucketing", action="store_true", help="graphs for several lengths, powers of two if none given")
+    parser.add_argument("--context-encoding-buckets", type=int, nargs="+", metavar="N", help="lengths of prompts")
+    parser.add_argument("--token-generation-buckets", type=int, nargs="+", metavar="N", help="lengths of the cache")
+    parser.add_argument("--on-device-sampling-config", type=json_object, metavar="JSON", help='{"dynamic": true}: sample on the device')
     parser.add_argument("--weights-only", action="store_true", help="keep the artifact's graphs, shard the weights again")
     parser.add_argument("--output", type=Path, help="artifact folder (default: artifacts/MODEL-tpN)")
     common.add_device(parser)
@@ -36,6 +42,13 @@ def parse_args() -> argparse.Namespace:
         "the sources of the real library (default: NXD_SOURCE of the environment)",
     )
     return parser.parse_args()
+
+
+def json_object(text: str) -> dict:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError(text)
+    return value
 
 
 def kv_heads(folder: Path, tp_degree: int) -> str:
@@ -75,6 +88,12 @@ def main() -> None:
         max_context_length=args.max_context_length,
         torch_dtype=args.dtype,
         fused_qkv=args.fused_qkv,
+        is_continuous_batching=args.is_continuous_batching,
+        ctx_batch_size=args.ctx_batch_size,
+        enable_bucketing=args.enable_bucketing,
+        context_encoding_buckets=args.context_encoding_buckets,
+        token_generation_buckets=args.token_generation_buckets,
+        on_device_sampling_config=args.on_device_sampling_config,
     )
     if args.device == "hlo":
         return lower(args, settings)

@@ -1,9 +1,10 @@
 """What is done with the model, whichever library stands behind its imports.
 
-A job is a dict: "name", "kind" (`generate` or `shard`), "checkpoint", "neuron" (NeuronConfig's keywords), and for
+A job is a dict: "name", "kind" (`generate`, `serve` or `shard`), "checkpoint", "neuron" (NeuronConfig's keywords), and for
 generate: "prompts" (token ids; they go in batches of the config's batch_size, right padded), "new_tokens", and
-optionally "barred" (tokens never chosen), "forced" (per prompt the tokens to feed instead of the model's own choice),
-"logits" (keep them: OUT/NAME.npz holds one [steps, vocabulary] array per prompt); for shard: "keep" (the files).
+optionally "sampling_params" (top_k, top_p, temperature per row), "barred" (tokens never chosen), "forced" (per prompt the tokens to feed instead of the model's own choice),
+"logits" (keep them: OUT/NAME.npz holds one [steps, vocabulary] array per prompt); for serve: "prompts", and of each
+request its "lines" of the cache, the step it "comes" at and how many tokens it "stays"; for shard: "keep" (the files).
 """
 
 import hashlib
@@ -18,7 +19,7 @@ from safetensors.torch import load_file
 def build(model_cls, job):
     from neuronx_distributed_inference.utils.hf_adapter import load_pretrained_config
 
-    options = {"on_cpu": job["kind"] == "generate", "torch_dtype": "float32", **job["neuron"]}
+    options = {"on_cpu": job["kind"] != "shard", "torch_dtype": "float32", **job["neuron"]}
     options["torch_dtype"] = getattr(torch, options["torch_dtype"])
     options.setdefault("max_context_length", options["seq_len"])
     config_cls = model_cls.get_config_cls()
@@ -38,19 +39,23 @@ def generate_batch(model, job, prompts, forced):
     model.reset()
     for step in range(job["new_tokens"]):
         output = model(
-            input_ids=input_ids, attention_mask=mask, position_ids=positions, seq_ids=torch.arange(len(prompts))
+            input_ids=input_ids, attention_mask=mask, position_ids=positions, seq_ids=torch.arange(len(prompts)),
+            sampling_params=torch.tensor(job["sampling_params"][: len(prompts)]) if "sampling_params" in job else None,
         )
-        logits.append(output.logits[:, -1].float())
-        choice = logits[-1].clone()
-        choice[:, job.get("barred", [])] = -torch.inf
-        tokens.append(choice.argmax(-1))
+        if job["neuron"].get("on_device_sampling_config"):
+            tokens.append(output.hidden_states.flatten().long())
+        else:
+            logits.append(output.logits[:, -1].float())
+            choice = logits[-1].clone()
+            choice[:, job.get("barred", [])] = -torch.inf
+            tokens.append(choice.argmax(-1))
         fed = torch.tensor([row[step] for row in forced]) if forced else tokens[-1]
         input_ids, positions = fed[:, None], lengths + step
         mask = (torch.arange(width + step) < positions).long()  # what came before, without the token itself
-    return torch.stack(tokens, 1).tolist(), torch.stack(logits, 1).numpy()
+    return torch.stack(tokens, 1).tolist(), torch.stack(logits, 1).numpy() if logits else []
 
 
-def generate(model_cls, job, rank, out, make_ready=lambda model: model.to_cpu()):
+def generate(model_cls, job, rank, out, make_ready):
     model = build(model_cls, job)
     make_ready(model)
     batch = job["neuron"]["batch_size"]
@@ -64,6 +69,37 @@ def generate(model_cls, job, rank, out, make_ready=lambda model: model.to_cpu())
             logits += list(new_logits)
     if rank == 0 and job.get("logits"):
         numpy.savez_compressed(Path(out) / f"{job['name']}.npz", **{str(i): rows for i, rows in enumerate(logits)})
+    return {"tokens": tokens}
+
+
+def serve(model_cls, job, rank, out, make_ready):
+    """Greedy tokens of requests that come and go. A step encodes who comes, then feeds all who are there, in an order
+    that turns with the steps."""
+    model = build(model_cls, job)
+    make_ready(model)
+    tokens = [[] for _ in job["prompts"]]
+    model.reset()
+    with torch.inference_mode():
+        for step in range(max(map(sum, zip(job["comes"], job["stays"])))):
+            new = [request for request, comes in enumerate(job["comes"]) if comes == step]
+            there = [request for request, row in enumerate(tokens) if row and len(row) < job["stays"][request]]
+            there = there[step % len(there) :] + there[: step % len(there)] if there else []
+            for rows, is_prompt in ((there, False), (new, True)):
+                if not rows:
+                    continue
+                fed = [job["prompts"][r] if is_prompt else tokens[r][-1:] for r in rows]
+                lengths = torch.tensor([len(row) for row in fed])[:, None]
+                width = int(lengths.max())
+                positions = torch.arange(width).expand(len(rows), width).masked_fill(torch.arange(width) >= lengths, 1)
+                if not is_prompt:
+                    positions = torch.tensor([[len(job["prompts"][r]) + len(tokens[r]) - 1] for r in rows])
+                output = model(
+                    torch.tensor([row + [0] * (width - len(row)) for row in fed]), position_ids=positions,
+                    attention_mask=(torch.arange(width) < lengths).long() if is_prompt else None,
+                    seq_ids=torch.tensor([job["lines"][r] for r in rows]),
+                )
+                for request, token in zip(rows, output.logits[:, -1].argmax(-1).tolist()):
+                    tokens[request].append(token)
     return {"tokens": tokens}
 
 

@@ -52,6 +52,16 @@ def import_model(job_file):
     return model_cls
 
 
+def to_cpu(model):
+    """The library's CPU mode; with buckets each step is told its own, as tracing tells each graph its own."""
+    model.to_cpu()
+    if model.neuron_config.enable_bucketing:
+        for wrapper in model.models:
+            wrapper.model.register_forward_pre_hook(
+                lambda module, arguments: setattr(module, "n_positions", arguments[1].shape[-1])
+            )
+
+
 def run_rank(model_cls, job, rank, size, store, out, result):
     log = open(out / f"{job['name']}.rank{rank}.log", "w")
     os.dup2(log.fileno(), 1)
@@ -62,7 +72,8 @@ def run_rank(model_cls, job, rank, size, store, out, result):
             torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
         else:
             os.environ["NXD_CPU_MODE"] = "0"  # sharding needs no device, and its mocked process groups know no gloo
-        value = getattr(model_jobs, job["kind"])(model_cls, job, rank, out)
+        ready = {} if job["kind"] == "shard" else {"make_ready": to_cpu}
+        value = getattr(model_jobs, job["kind"])(model_cls, job, rank, out, **ready)
     except BaseException:
         value = {"error": f"rank {rank} of {job['name']}:\n{traceback.format_exc()}"}
     log.flush()
@@ -80,7 +91,7 @@ def receive(receiver, process, job):
 
 
 def run_job(model_cls, job, out, timeout):
-    size = job["neuron"]["tp_degree"] if job["kind"] == "generate" else 0
+    size = job["neuron"]["tp_degree"] if job["kind"] != "shard" else 0
     context = multiprocessing.get_context("fork")
     deadline = time.monotonic() + timeout
     with tempfile.TemporaryDirectory() as folder:

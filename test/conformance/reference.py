@@ -31,6 +31,12 @@ RANDOM = {
         }
     },
     "one-token": {},  # prompted with one, which the library would read at its padding
+    "window": {"use_sliding_window": True, "sliding_window": 16},  # on the NoPE layer
+    "window-listed": {
+        "use_sliding_window": True, "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention", "full_attention"],
+    },
+    "window-everywhere": {"use_sliding_window": True, "sliding_window": 16, "layer_types": ["sliding_attention"] * 5},
     "12-heads-4-kv": {"hidden_size": 192, "num_attention_heads": 12},
     "9-heads-3-kv": {"hidden_size": 144, "num_attention_heads": 9, "num_key_value_heads": 3},
 }

@@ -58,8 +58,8 @@ def test_checkpoint_dtype_gives_way_to_a_given_one(checkpoint):
 @pytest.mark.parametrize(
     "option",
     [
-        dict(on_device_sampling_config={}), dict(qkv_kernel_enabled=True), dict(padding_side="left"),
-        dict(is_block_kv_layout=True), dict(speculation_length=3), dict(tkg_batch_size=2),
+        dict(kv_cache_quant=True), dict(qkv_kernel_enabled=True), dict(async_mode=True),
+        dict(is_block_kv_layout=True), dict(output_logits=True), dict(tkg_batch_size=2),
     ],
 )  # fmt: skip
 def test_options_left_out(build, option):

@@ -90,7 +90,7 @@ def test_layer_before_initialization_has_one_rank():
 def test_one_rank_leaves_no_collective():
     with parallel_state._model_parallel(1):
         x = torch.ones(2, 2)
-        for name in ("copy_to", "reduce_from", "gather_from"):
+        for name in ("reduce_from", "gather_from"):
             assert getattr(mappings, f"{name}_tensor_model_parallel_region")(x) is x
 
 

@@ -41,7 +41,7 @@ def assert_logits(output, reference, sequences, tolerance=1e-5):
     expected = torch.stack([last_logits(reference, sequence) for sequence in sequences])
     assert output.logits.shape == (len(sequences), 1, 131) and output.logits.dtype == torch.float32
     assert (output.logits[:, 0] - expected).abs().max() <= tolerance * expected.abs().max()
-    assert output.tokens is output.logits
+    assert torch.equal(output.tokens, output.logits)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_inputs_that_do_not_fit(compiled):
         app(torch.tensor([[5, 6]]), position_ids=torch.tensor([[4, 5]]))
     with pytest.raises(ValueError, match="position_ids"):
         app(torch.tensor([[5, 6]]))
-    with pytest.raises(NotImplementedError, match="left padding"):
+    with pytest.raises(ValueError, match="pad prompts on the right"):
         mask = torch.tensor([[0, 1, 1]])
         app(torch.tensor([[3, 5, 6]]), attention_mask=mask, position_ids=torch.tensor([[1, 0, 1]]))
 

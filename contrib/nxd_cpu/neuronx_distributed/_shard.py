@@ -22,8 +22,6 @@ def _run_hooks(module: nn.Module, checkpoint: Dict[str, Tensor], prefix: str = "
 def _cut(whole: Tensor, parameter: nn.Parameter, rank: int) -> Tensor:
     if not getattr(parameter, "tensor_model_parallel", False):
         return whole
-    if parameter.rank_ordering is not None:
-        rank = parameter.rank_ordering[rank]
     dim, ranks = parameter.partition_dim, parameter.num_partitions
     blocks = [whole]
     if hasattr(parameter, "fused_qkv"):  # q, k and v are cut one by one, so that a rank has its heads of each

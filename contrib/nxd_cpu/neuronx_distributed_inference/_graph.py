@@ -149,8 +149,3 @@ class LoadedModel:
             return module.forward(*arguments)[0]
 
         return self._ranks.run(step)[0]
-
-    def reset_caches(self) -> None:
-        for caches in self._caches:
-            for cache in caches.values():
-                cache.zero_()

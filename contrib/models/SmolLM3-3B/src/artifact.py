@@ -33,6 +33,11 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
+# of OnDeviceSamplingConfig; do_sample or dynamic: each request brings its own top_k, top_p and temperature
+SAMPLING = {
+    "do_sample": bool, "dynamic": bool, "deterministic": bool, "top_k": int, "top_p": float, "temperature": float,
+    "global_topk": int,
+}  # fmt: skip
 PACKAGES = ("torch", "transformers", "neuronx-distributed", "neuronx-distributed-inference", "neuronx-cc")
 
 
@@ -46,6 +51,12 @@ class Settings:
     max_context_length: int | None = None  # None: seq_len
     torch_dtype: str = "bfloat16"
     fused_qkv: bool = False
+    is_continuous_batching: bool = False
+    ctx_batch_size: int | None = None  # None: 1 with continuous batching, else batch_size
+    enable_bucketing: bool = False
+    context_encoding_buckets: list[int] | None = None  # None: powers of two from 128 on
+    token_generation_buckets: list[int] | None = None
+    on_device_sampling_config: dict[str, Any] | None = None  # None: logits come back, and the host samples
 
     def checked(self, config: dict[str, Any]) -> "Settings":
         """These settings, complete, for a model with these resolved values; SmolLM3Error where they cannot run."""
@@ -62,7 +73,34 @@ class Settings:
             least = 1 if name == "batch_size" else 2
             if not least <= value <= largest:
                 raise SmolLM3Error(f"{name} is {value}, allowed is a whole number from {least} to {largest}")
-        return Settings(**{**asdict(self), "max_context_length": context})
+        prompts = self.ctx_batch_size or (1 if self.is_continuous_batching else self.batch_size)
+        if not self.is_continuous_batching and prompts != self.batch_size:
+            raise SmolLM3Error(
+                f"ctx_batch_size is {prompts} and batch_size {self.batch_size}: is_continuous_batching lets them differ"
+            )
+        if not 1 <= prompts <= self.batch_size:
+            raise SmolLM3Error(f"ctx_batch_size is {prompts}, allowed is a whole number from 1 to {self.batch_size}")
+        for name, value in (self.on_device_sampling_config or {}).items():
+            if name not in SAMPLING or type(value) not in (SAMPLING[name], int) or value < 0:
+                raise SmolLM3Error(
+                    f"on_device_sampling_config has {name} {value!r}, allowed are {', '.join(SAMPLING)}: the first three "
+                    "true or false, the rest numbers"
+                )
+        self._check_buckets("context_encoding_buckets", "max_context_length", context)
+        self._check_buckets("token_generation_buckets", "seq_len", self.seq_len)
+        return Settings(**{**asdict(self), "max_context_length": context, "ctx_batch_size": prompts})
+
+    def _check_buckets(self, name: str, limit_name: str, limit: int) -> None:
+        buckets = getattr(self, name)
+        if buckets is None:
+            return
+        if not self.enable_bucketing:
+            raise SmolLM3Error(f"{name} is {buckets}, but enable_bucketing is off: turn it on or leave the buckets out")
+        if not buckets or buckets != sorted(set(buckets)) or buckets[0] < 2 or buckets[-1] != limit:
+            raise SmolLM3Error(
+                f"{name} is {buckets}, allowed are rising whole numbers of at least 2 that end with {limit_name}, which is "
+                f"{limit}"
+            )
 
 
 @dataclass(frozen=True)
@@ -149,6 +187,10 @@ def compile_artifact(
     on_step("checking the checkpoint")
     values = hf_config.read_config(folder)
     settings = settings.checked(values)
+    if place == "neuron" and settings.is_continuous_batching and settings.ctx_batch_size != 1:
+        raise SmolLM3Error(
+            f"ctx_batch_size is {settings.ctx_batch_size}: is_continuous_batching on a device takes 1 prompt at a time"
+        )
     model = {"name": name or str(folder), "folder": str(folder), "revision": revision, **_identity(folder)}
     made_of = {"format": FORMAT, "place": place, "model": model, "settings": asdict(settings), "versions": versions()}
     standing = _standing(output, place, made_of, weights_only)

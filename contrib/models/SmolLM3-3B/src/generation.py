@@ -37,6 +37,12 @@ class Sampling:
         if not 0 <= self.seed < 2**63:
             raise SmolLM3Error(f"seed is {self.seed}, allowed is a whole number from 0 to 2**63 - 1")
 
+    def on_device_params(self, global_topk: int) -> list[float]:
+        """top_k, top_p and temperature as the library's `sampling_params` wants them."""
+        if self.temperature == 0:
+            return [1, 1.0, 1.0]
+        return [min(self.top_k or global_topk, global_topk), self.top_p or 1.0, self.temperature]
+
     def processors(self) -> LogitsProcessorList:
         """transformers' processors, in transformers' order."""
         warpers = [TemperatureLogitsWarper(float(self.temperature))]
@@ -49,7 +55,8 @@ class Sampling:
 
 @dataclass
 class Generated:
-    """One prompt's new tokens (the EOS that ended it included) and, per token, the two best logits' distance."""
+    """One prompt's new tokens (the EOS that ended it included) and, per token, the two best logits' distance (none where
+    the device samples)."""
 
     tokens: list[int] = field(default_factory=list)
     margins: list[float] = field(default_factory=list)
@@ -125,16 +132,20 @@ def _generate_group(
     model, prompts, results, max_new_tokens, eos_token_ids, barred_token_ids, pad_token_id, sampling, on_token
 ):
     seq_len = model.config.neuron_config.seq_len
-    choose = _Chooser(sampling, len(prompts), barred_token_ids)
+    on_device = getattr(model.config.neuron_config, "on_device_sampling_config", None)
+    if on_device:
+        choose, more = _on_device(on_device, sampling, len(prompts), barred_token_ids)
+    else:
+        choose, more = _Chooser(sampling, len(prompts), barred_token_ids), {}
     model.reset()
-    logits = model(**prefill_inputs(prompts, pad_token_id)).logits[:, -1]
+    output = model(**prefill_inputs(prompts, pad_token_id), **more)
     while True:
-        tokens, margins = choose(prompts, results, logits)
+        tokens, margins = choose(prompts, results, output)
         for row, result in enumerate(results):
             if result.finished:
                 continue
             result.tokens.append(tokens[row])
-            result.margins.append(margins[row])
+            result.margins += margins[row : row + 1]
             used = len(prompts[row]) + len(result.tokens)
             result.finished = (
                 tokens[row] in eos_token_ids or len(result.tokens) >= max_new_tokens or used > seq_len
@@ -146,7 +157,21 @@ def _generate_group(
         # a finished row goes on in its last place, where it writes over its own last token
         last = [result.tokens[-1] for result in results]
         positions = [min(len(p) + len(r.tokens) - 1, seq_len - 1) for p, r in zip(prompts, results)]
-        logits = model(**decode_inputs(last, positions)).logits[:, -1]
+        output = model(**decode_inputs(last, positions), **more)
+
+
+def _on_device(on_device, sampling: Sampling, batch: int, barred_token_ids: Sequence[int]):
+    """A chooser that takes the tokens as they come, and the model's sampling_params [batch, 3]."""
+    if barred_token_ids:
+        raise SmolLM3Error("tokens cannot be barred where the device samples; compile without on_device_sampling_config")
+    if sampling.temperature > 0 and not (on_device.do_sample or on_device.dynamic):
+        raise SmolLM3Error(
+            f"temperature is {sampling.temperature}, but on_device_sampling_config is greedy: use 0, or compile with "
+            "do_sample"
+        )
+    torch.manual_seed(sampling.seed)  # of the CPU runtime; a device has its own
+    params = torch.tensor([sampling.on_device_params(on_device.global_topk)] * batch)
+    return lambda prompts, results, output: (output.tokens.flatten().tolist(), []), {"sampling_params": params}
 
 
 class _Chooser:
@@ -158,8 +183,8 @@ class _Chooser:
         self.generators = [torch.Generator().manual_seed(sampling.seed) for _ in range(batch)]
         self.barred = list(barred_token_ids)
 
-    def __call__(self, prompts, results, logits: torch.Tensor) -> tuple[list[int], list[float]]:
-        logits = logits.float()
+    def __call__(self, prompts, results, output) -> tuple[list[int], list[float]]:
+        logits = output.logits[:, -1].float()
         if not torch.isfinite(logits).any(-1).all() or logits.isnan().any():
             raise RuntimeError("the model returned logits that are not numbers")
         logits[:, self.barred] = float("-inf")

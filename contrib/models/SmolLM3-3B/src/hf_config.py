@@ -24,6 +24,7 @@ POSITIVE_INTEGERS = (
 REQUIRED = (*POSITIVE_INTEGERS, "rms_norm_eps", "hidden_act")
 HIDDEN_ACTS = ("silu",)
 DTYPES = ("bfloat16", "float16", "float32")
+LAYER_TYPES = ("full_attention", "sliding_attention")
 # rope_scaling's keys beside rope_type: those that must be there, those that may be
 ROPE_SCALING_KEYS = {
     "linear": (("factor",), ()),
@@ -55,7 +56,8 @@ def resolve(values: Mapping[str, Any]) -> dict[str, Any]:
     """What the model is built from, whichever spelling `values` (a raw config.json or parsed attributes) uses.
 
     Returns no_rope_layers (one 0 or 1 per layer; 1 APPLIES RoPE), rope_theta, rope_scaling (None: no scaling), head_dim,
-    attention_bias, mlp_bias, tie_word_embeddings and the required fields. Idempotent.
+    attention_bias, mlp_bias, tie_word_embeddings, sliding_window (None: all layers have full attention), layer_types and
+    the required fields. Idempotent.
     """
     resolved = {name: _required(values, name) for name in REQUIRED}
     for name in POSITIVE_INTEGERS:
@@ -69,14 +71,11 @@ def resolve(values: Mapping[str, Any]) -> dict[str, Any]:
         resolved[name] = default if values.get(name) is None else values[name]
         if type(resolved[name]) is not bool:
             raise SmolLM3Error(f"{name} is {resolved[name]!r}, allowed is true or false")
-    if values.get("use_sliding_window") and values.get("sliding_window") is not None:
-        raise SmolLM3Error(
-            f"sliding_window is {values['sliding_window']!r} with use_sliding_window true: sliding-window attention is "
-            "not supported; use a checkpoint with full attention"
-        )
     resolved["head_dim"] = _head_dim(values, resolved)
     resolved["rope_theta"], resolved["rope_scaling"] = _rope(values)
     resolved["no_rope_layers"] = _no_rope_layers(values, resolved["num_hidden_layers"])
+    resolved["sliding_window"], resolved["layer_types"] = _sliding_window(values, resolved["no_rope_layers"])
+    resolved["use_sliding_window"] = resolved["sliding_window"] is not None
     return resolved
 
 
@@ -174,6 +173,31 @@ def _scaling(scaling: Mapping[str, Any], name: str) -> dict[str, Any] | None:
         if type(value) not in (int, float) or not least <= value < float("inf") or not value:
             raise SmolLM3Error(f"{name}.{key} is {value!r}, allowed is a number {'of at least 1' if least else 'above 0'}")
     return scaling
+
+
+def _sliding_window(values: Mapping[str, Any], no_rope_layers: list[int]) -> tuple[int | None, list[str]]:
+    """The window and each layer's type; without `layer_types` the NoPE layers slide, as transformers resolves it."""
+    full, sliding = LAYER_TYPES
+    window, layer_types = values.get("sliding_window"), values.get("layer_types")
+    if not values.get("use_sliding_window") or window is None:
+        if layer_types and sliding in layer_types[: len(no_rope_layers)]:
+            raise SmolLM3Error(
+                f"layer_types has {sliding!r}, but use_sliding_window is {values.get('use_sliding_window')!r} and "
+                f"sliding_window {window!r}: set both, or make every layer {full!r}"
+            )
+        return None, [full] * len(no_rope_layers)
+    if type(window) is not int or window < 2:
+        raise SmolLM3Error(f"sliding_window is {window!r}, allowed is a whole number of at least 2")
+    if layer_types is None:
+        layer_types = [full if rotary else sliding for rotary in no_rope_layers]
+    if not isinstance(layer_types, (list, tuple)) or len(layer_types) < len(no_rope_layers):
+        raise SmolLM3Error(
+            f"layer_types is {layer_types!r}, allowed is a list with a type for each of {len(no_rope_layers)} layers"
+        )
+    for layer_idx, layer_type in enumerate(layer_types):
+        if layer_type not in LAYER_TYPES:
+            raise SmolLM3Error(f"layer_types[{layer_idx}] is {layer_type!r}, allowed is {_one_of(LAYER_TYPES)}")
+    return window, list(layer_types[: len(no_rope_layers)])
 
 
 def longest_sequence(resolved: Mapping[str, Any]) -> int:

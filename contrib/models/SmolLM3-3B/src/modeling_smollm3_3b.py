@@ -23,8 +23,11 @@ from transformers import SmolLM3ForCausalLM
 from transformers.models.smollm3.modeling_smollm3 import SmolLM3RMSNorm
 
 from . import checkpoint, hf_config
+from .errors import SmolLM3Error
 from .rope import ScaledRotaryEmbedding
 from .sharding import ShardingPlan
+from .sliding_window import SlidingWindowKVCacheManager, check_sliding_window, layer_windows
+from .switches import check_switches, installed_release
 
 logger = logging.getLogger("Neuron")
 
@@ -58,7 +61,14 @@ class SmolLM3InferenceConfig(InferenceConfig):
         self.__dict__.pop("rope_parameters", None)
         if not hasattr(self, "source_num_key_value_heads"):
             self.source_num_key_value_heads = self.num_key_value_heads
+        if any(layer_windows(self)) and self.neuron_config.attn_kernel_enabled is None:
+            self.neuron_config.attn_kernel_enabled = False  # the library's choice takes a kernel that trn1 has not
         self.num_key_value_heads = self.source_num_key_value_heads * self.sharding_plan().kv_expansion
+
+    def validate_config(self):
+        super().validate_config()
+        check_sliding_window(self)
+        check_switches(self.neuron_config, self.no_rope_layers, installed_release())
 
     def sharding_plan(self) -> ShardingPlan:
         """What the TP degree does to the checkpoint's heads."""
@@ -91,6 +101,7 @@ class NeuronSmolLM3Attention(NeuronAttentionBase):
             rms_norm_eps=config.rms_norm_eps,
             qkv_bias=config.attention_bias,
             o_bias=config.attention_bias,
+            sliding_window=layer_windows(config)[layer_idx],
         )
 
 
@@ -111,13 +122,14 @@ class NeuronSmolLM3DecoderLayer(nn.Module):
         adapter_ids: Optional[torch.Tensor] = None,
         cos_cache: Optional[torch.Tensor] = None,
         sin_cache: Optional[torch.Tensor] = None,
+        local_mask: Optional[torch.Tensor] = None,
         **kwargs,
     ) -> tuple:
         """hidden_states [batch, seq, hidden] -> (hidden_states, present_key_value, cos_cache, sin_cache, residual)."""
         residual = hidden_states
         attention = self.self_attn(
             hidden_states=self.input_layernorm(hidden_states),
-            attention_mask=attention_mask,
+            attention_mask=local_mask if self.self_attn.sliding_window else attention_mask,
             position_ids=position_ids,
             past_key_value=past_key_value,
             adapter_ids=adapter_ids,
@@ -148,6 +160,15 @@ class NeuronSmolLM3Model(NeuronBaseModel):
         self.num_key_value_heads = config.num_key_value_heads
         self.max_batch_size = config.neuron_config.max_batch_size
         self.buckets = config.neuron_config.buckets
+        if any(layer_windows(config)):
+            self.sliding_window, self.has_mixed_attn = config.sliding_window, True
+
+    def init_inference_optimization(self, config: SmolLM3InferenceConfig):
+        super().init_inference_optimization(config)
+        if self.sliding_window:
+            self.kv_mgr = SlidingWindowKVCacheManager(
+                config, self.num_key_value_heads, self.rank_util, layer_windows(config)
+            )
 
     def init_model(self, config: SmolLM3InferenceConfig):
         neuron_config = config.neuron_config
@@ -203,6 +224,29 @@ class NeuronSmolLM3ForCausalLM(NeuronBaseForCausalLM):
     """SmolLM3 for `compile`, `load` and generation with NxD Inference."""
 
     _model_cls = NeuronSmolLM3Model
+
+    def forward(self, input_ids=None, seq_ids=None, attention_mask=None, position_ids=None, **kwargs):
+        """The library's, for `seq_ids` in any order: it takes row i of a full batch of tokens for line i of the cache.
+
+        SmolLM3Error for prompts that are padded on the left, which it would read as if they were not.
+        """
+        if attention_mask is not None and (attention_mask[:, 1:] > attention_mask[:, :-1]).any():
+            raise SmolLM3Error("attention_mask has a 0 before a 1: pad prompts on the right")
+        rows = dict(
+            kwargs, input_ids=input_ids, seq_ids=seq_ids, attention_mask=attention_mask, position_ids=position_ids
+        )
+        reads_lines_as_rows = self.neuron_config.is_continuous_batching and not (
+            self.neuron_config.is_block_kv_layout or self.neuron_config.async_mode
+        )
+        if not reads_lines_as_rows or seq_ids is None or torch.equal(seq_ids, seq_ids.sort().values):
+            return super().forward(**rows)
+        order = seq_ids.argsort()
+        output = super().forward(**{k: v[order] if torch.is_tensor(v) else v for k, v in rows.items()})
+        as_asked = order.argsort()
+        for name in ("logits", "hidden_states", "tokens"):
+            if torch.is_tensor(getattr(output, name)):
+                setattr(output, name, getattr(output, name)[as_asked])
+        return output
 
     @staticmethod
     def load_hf_model(model_path, **kwargs):

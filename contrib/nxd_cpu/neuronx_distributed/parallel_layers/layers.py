@@ -27,7 +27,7 @@ class BaseParallelLayer(nn.Module):
         """`cut` is the dimension along which the ranks share the whole one."""
         parameter = nn.Parameter(torch.empty(shape, dtype=self.dtype, device=weight_device()), requires_grad=False)
         if cut is not None:
-            set_tensor_model_parallel_attributes(parameter, True, cut, 1, self._size, self.rank_ordering)
+            set_tensor_model_parallel_attributes(parameter, True, cut, 1, self._size)
         init(parameter)
         return parameter
 
@@ -50,8 +50,7 @@ class ParallelEmbedding(BaseParallelLayer):
         device: Optional[torch.device] = None, dtype: torch.dtype = torch.float32,
         shard_across_embedding: bool = False, pad: bool = False, sequence_parallel_enabled: bool = False,
         tensor_model_parallel_group: Optional[ThreadGroup] = None, use_spmd_rank: bool = False,
-        sequence_dimension: Optional[int] = None, tile_cc: bool = False, rank_ordering: Optional[list] = None,
-        collect_output: bool = True,
+        sequence_dimension: Optional[int] = None, tile_cc: bool = False, collect_output: bool = True,
     ):
         super().__init__(device)
         refuse(
@@ -63,7 +62,7 @@ class ParallelEmbedding(BaseParallelLayer):
         if not shard_across_embedding and self._size > 1 and not use_spmd_rank:
             raise NotImplementedError("the CPU runtime does not support a cut vocabulary without use_spmd_rank=True")
         self.shard_across_embedding = shard_across_embedding
-        self.dtype, self.pad, self.rank_ordering = dtype, pad, rank_ordering
+        self.dtype, self.pad = dtype, pad
         self.weight_partition_dim = 1 if shard_across_embedding else 0
         whole = embedding_dim if shard_across_embedding else num_embeddings
         self.pad_size = get_padding_length(whole, self._size) if pad else 0
@@ -96,11 +95,11 @@ def _kaiming(weight: Tensor) -> None:
 
 
 class BaseParallelLinear(BaseParallelLayer):
-    def _set_up(self, group, stride, keep_master_weight, bias, dtype, skip_bias_add, pad, rank_ordering) -> None:
+    def _set_up(self, group, stride, keep_master_weight, bias, dtype, skip_bias_add, pad) -> None:
         refuse(stride=stride > 1 and stride, keep_master_weight=keep_master_weight, skip_bias_add=skip_bias_add)
         self.tensor_parallel_group = group or parallel_state.get_tensor_model_parallel_group()
         self._size = self.tensor_parallel_group.size()
-        self.add_bias, self.dtype, self.pad, self.rank_ordering = bias, dtype, pad, rank_ordering
+        self.add_bias, self.dtype, self.pad = bias, dtype, pad
 
     def _with_bias(self, output: Tensor) -> Tensor:
         return output if self.bias is None else output + self.bias
@@ -116,12 +115,11 @@ class ColumnParallelLinear(BaseParallelLinear):
         sequence_dimension: Optional[int] = None, keep_master_weight: bool = False, skip_bias_add: bool = False,
         pad: bool = False, pad_alignment_size_per_rank: int = 1, keep_padded_output: bool = False,
         tensor_model_parallel_group: Optional[ThreadGroup] = None, reduce_dtype: torch.dtype = torch.float32,
-        rank_ordering: Optional[list] = None,
     ):
         super().__init__(device)
         refuse(sequence_parallel_enabled=sequence_parallel_enabled)
         group = tensor_model_parallel_group
-        self._set_up(group, stride, keep_master_weight, bias, dtype, skip_bias_add, pad, rank_ordering)
+        self._set_up(group, stride, keep_master_weight, bias, dtype, skip_bias_add, pad)
         self.pad_size = get_padding_length(output_size, pad_alignment_size_per_rank * self._size) if pad else 0
         self.input_size = input_size
         self.output_size = output_size + self.pad_size
@@ -156,12 +154,12 @@ class RowParallelLinear(BaseParallelLinear):
         init_method: Optional[Callable[..., Any]] = None, sequence_parallel_enabled: bool = False,
         sequence_dimension: Optional[int] = None, keep_master_weight: bool = False, skip_bias_add: bool = False,
         pad: bool = False, reduce_output: bool = True, tensor_model_parallel_group: Optional[ThreadGroup] = None,
-        reduce_dtype: torch.dtype = torch.float32, tile_cc: bool = False, rank_ordering: Optional[list] = None,
+        reduce_dtype: torch.dtype = torch.float32, tile_cc: bool = False,
     ):
         super().__init__(device)
         refuse(sequence_parallel_enabled=sequence_parallel_enabled, tile_cc=tile_cc)
         group = tensor_model_parallel_group
-        self._set_up(group, stride, keep_master_weight, bias, dtype, skip_bias_add, pad, rank_ordering)
+        self._set_up(group, stride, keep_master_weight, bias, dtype, skip_bias_add, pad)
         self.pad_size = get_padding_length(input_size, self._size) if pad else 0
         self.input_size = input_size + self.pad_size
         self.input_size_per_partition = divide(self.input_size, self._size)

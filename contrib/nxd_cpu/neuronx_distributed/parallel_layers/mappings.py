@@ -10,11 +10,6 @@ def _size(process_group: Optional[ThreadGroup]) -> int:
     return (process_group or get_tensor_model_parallel_group()).size()
 
 
-def copy_to_tensor_model_parallel_region(input_, process_group: Optional[ThreadGroup] = None):
-    """The identity: only the backward pass, which there is none of here, would communicate."""
-    return input_
-
-
 def reduce_from_tensor_model_parallel_region(input_, process_group: Optional[ThreadGroup] = None):
     """The sum over the ranks."""
     size = _size(process_group)

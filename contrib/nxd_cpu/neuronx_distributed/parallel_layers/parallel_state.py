@@ -35,14 +35,6 @@ def get_tensor_model_parallel_group(as_list: bool = False) -> Union[ThreadGroup,
     return [list(range(_group.size()))] if as_list else _group
 
 
-def get_tensor_model_parallel_size() -> int:
-    return get_tensor_model_parallel_group().size()
-
-
-def get_tensor_model_parallel_rank() -> int:
-    return get_tensor_model_parallel_group().rank()
-
-
 @contextlib.contextmanager
 def _model_parallel(tensor_model_parallel_size: int) -> Iterator[None]:
     """Layers made inside are parts of a model of that many ranks; then all is as it was."""

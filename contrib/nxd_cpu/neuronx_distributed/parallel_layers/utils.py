@@ -1,5 +1,3 @@
-from typing import Optional
-
 import torch
 
 
@@ -15,9 +13,8 @@ def get_padding_length(numerator: int, denominator: int) -> int:
 
 
 def set_tensor_model_parallel_attributes(
-    tensor: torch.Tensor, is_parallel: bool, dim: int, stride: int, num_partitions: int = -1,
-    rank_ordering: Optional[list] = None,
+    tensor: torch.Tensor, is_parallel: bool, dim: int, stride: int, num_partitions: int = -1
 ) -> None:
     """Write on a parameter how the sharder cuts it."""
     tensor.tensor_model_parallel, tensor.partition_dim, tensor.partition_stride = is_parallel, dim, stride
-    tensor.num_partitions, tensor.rank_ordering = num_partitions, rank_ordering
+    tensor.num_partitions = num_partitions

@@ -15,11 +15,6 @@ from neuronx_distributed_inference.modules.checkpoint import load_state_dict
 COMPILED_MODEL_FILE_NAME = "model.pt"
 
 
-def normalize_path(path: str) -> str:
-    """The path with one slash at its end."""
-    return os.path.join(os.path.normpath(path), "")
-
-
 class _Builder:
     """What NxDI's ModelBuilder does for the application."""
 
@@ -46,7 +41,7 @@ class NeuronApplicationBase(nn.Module):
         self, model_path: str, config: Optional[InferenceConfig] = None, neuron_config: Optional[NeuronConfig] = None,
     ):
         super().__init__()
-        model_path = normalize_path(model_path)
+        model_path = os.path.join(os.path.normpath(model_path), "")
         if config is None:
             config = self.get_config_cls().load(model_path)
         if neuron_config is not None:
@@ -56,8 +51,6 @@ class NeuronApplicationBase(nn.Module):
         self.config, self.neuron_config, self.model_path = config, config.neuron_config, model_path
         self.models: List[ModelWrapper] = []
         self.traced_model: Optional[LoadedModel] = None
-        self.is_compiled = os.path.isfile(model_path + COMPILED_MODEL_FILE_NAME)
-        self.is_loaded_to_neuron = False
 
     def get_builder(self, debug: bool = False) -> _Builder:
         return _Builder(self)
@@ -78,20 +71,14 @@ class NeuronApplicationBase(nn.Module):
     def get_compiler_args(self) -> Optional[str]:
         return None
 
-    def compile(self, compiled_model_path, debug=False, pre_shard_weights_hook=None, dry_run=False) -> None:
-        """Write `neuron_config.json`, `model.pt` and the shards. A dry run stops before it writes graphs."""
+    def compile(self, compiled_model_path, debug=False) -> None:
+        """Write `neuron_config.json`, `model.pt` and the shards."""
         self.config.save(compiled_model_path)
-        graphs = self.get_builder(debug).trace()
-        if dry_run:
-            return
-        save_graphs(graphs, os.path.join(compiled_model_path, COMPILED_MODEL_FILE_NAME))
-        self.shard_weights(compiled_model_path, debug, pre_shard_weights_hook)
-        self.is_compiled = True
+        save_graphs(self.get_builder(debug).trace(), os.path.join(compiled_model_path, COMPILED_MODEL_FILE_NAME))
+        self.shard_weights(compiled_model_path, debug)
 
-    def shard_weights(self, compiled_model_path, debug=False, pre_shard_weights_hook=None) -> None:
+    def shard_weights(self, compiled_model_path, debug=False) -> None:
         """Write `weights/tp{rank}_sharded_checkpoint.safetensors` if the NeuronConfig says so."""
-        if pre_shard_weights_hook:
-            pre_shard_weights_hook(self)
         if self.neuron_config.save_sharded_checkpoint and not self.neuron_config.skip_sharding:
             path = os.path.join(compiled_model_path, "weights/")
             self.get_builder(debug).shard_checkpoint(serialize_path=path)
@@ -114,14 +101,6 @@ class NeuronApplicationBase(nn.Module):
         self.traced_model = LoadedModel(self._graphs, shards, tp_degree)
         for model in self.models:
             model.model = self.traced_model
-        self.is_loaded_to_neuron = True  # NxDI's name for "loaded"
-
-    def warmup(self) -> None:
-        """Run every graph once and clear the caches."""
-        for model in self.models:
-            for bucket, inputs in zip(model.neuron_config.buckets, model.input_generator()):
-                self.traced_model.run(model.tag, bucket, inputs)
-        self.traced_model.reset_caches()
 
     def checkpoint_loader_fn(self, mmap: bool = False) -> Dict[str, torch.Tensor]:
         """The whole state dict by this model's names, in torch_dtype."""

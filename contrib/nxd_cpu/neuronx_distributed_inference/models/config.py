@@ -25,12 +25,13 @@ _DEFAULTS: Dict[str, Any] = dict(
     quantization_block_size=None, quantization_block_axis=None, quantization_scale_dtype="f32",
     quantize_clamp_bound=float("inf"), attn_block_tkg_nki_kernel_use_online_softmax=True,
     attn_block_tkg_nki_kernel_disable_gpsimd_sb2sb=False, apply_seq_ids_mask=False,
+    on_device_sampling_config=None,
 )
 
 # What it leaves out: an application refuses those that are set to something else.
 _UNSUPPORTED_DEFAULTS: Dict[str, Any] = dict(
     allow_input_truncation=False, output_logits=False, layer_boundary_markers=False, sequence_parallel_enabled=False,
-    kv_cache_padding_size=0, on_device_sampling_config=None, async_mode=False, prefix_buckets=None,
+    kv_cache_padding_size=0, async_mode=False, prefix_buckets=None,
     token_generation_batches=None, quantized=False, is_mxfp4_compute=False, is_full_model_shuffled=False,
     kv_cache_quant=False, speculation_length=0, enable_fused_speculation=False, enable_eagle_speculation=False,
     eagle_rolling_buffer_kernel_enabled=False, is_eagle3=False, is_eagle_draft=False,
@@ -80,8 +81,7 @@ class OnDeviceSamplingConfig:
             do_sample=False, top_k=1, top_p=1.0, temperature=1.0, dynamic=False, deterministic=False, global_topk=256,
             on_device_sampling_config=True, top_k_kernel_enabled=False, sampling_dp_degree=1,
         )
-        for name, default in defaults.items():
-            setattr(self, name, kwargs.pop(name, default))
+        vars(self).update({name: kwargs.get(name, default) for name, default in defaults.items()})
 
 
 class NeuronConfig:

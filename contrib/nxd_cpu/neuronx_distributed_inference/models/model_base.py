@@ -1,5 +1,5 @@
 import copy
-from typing import Callable, List, Optional, Tuple, Union
+from typing import List, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -7,11 +7,13 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from neuronx_distributed._cpu import refuse
 from neuronx_distributed.parallel_layers.layers import SPMDRank
+from neuronx_distributed.parallel_layers.mappings import gather_from_tensor_model_parallel_region
 from neuronx_distributed_inference.models.application_base import NeuronApplicationBase
 from neuronx_distributed_inference.models.config import InferenceConfig
 from neuronx_distributed_inference.models.model_wrapper import CONTEXT_ENCODING_MODEL_TAG, TOKEN_GENERATION_MODEL_TAG
 from neuronx_distributed_inference.models.model_wrapper import ModelWrapper
 from neuronx_distributed_inference.modules import autobucketing
+from neuronx_distributed_inference.modules.generation.sampling import Sampler
 from neuronx_distributed_inference.modules.kvcache.kv_cache_manager import KVCacheManager
 
 
@@ -60,16 +62,21 @@ class NeuronBaseModel(nn.Module):
     ) -> List[Tensor]:
         """Prompts (B, S) or tokens (B, 1) -> float32 logits (B, 1, vocabulary) of each row's last token; the caches."""
         is_for_context_encoding = position_ids.shape[-1] > 1
+        local_attn_mask = None
+        if self.sliding_window and not is_for_context_encoding:  # tokens before: what the cache holds
+            local_attn_mask = (torch.arange(self.sliding_window - 1) < position_ids)[:, None, None, :]
         hidden_states, caches = self.get_model_output(
             input_ids=input_ids, seq_ids=seq_ids,
             attention_mask=self.create_attn_mask(attention_mask, is_for_context_encoding, False, position_ids),
             position_ids=position_ids, adapter_ids=adapter_ids, update_cache=True,
-            is_for_context_encoding=is_for_context_encoding,
+            is_for_context_encoding=is_for_context_encoding, local_attn_mask=local_attn_mask,
         )
         if is_for_context_encoding:
             last = attention_mask.sum(dim=1) - 1
             hidden_states = hidden_states.gather(1, last[:, None, None].expand(-1, 1, hidden_states.shape[-1]))
         logits = self.lm_head(hidden_states).float()
+        if not self.lm_head.gather_output:
+            logits = gather_from_tensor_model_parallel_region(logits, self.lm_head.tensor_parallel_group)
         if self.lm_head.pad_size and self.lm_head.keep_padded_output:
             columns = torch.arange(logits.shape[-1]) < logits.shape[-1] - self.lm_head.pad_size
             logits = torch.where(columns, logits, torch.finfo(logits.dtype).min)
@@ -115,6 +122,7 @@ class NeuronBaseForCausalLM(NeuronApplicationBase):
         self.text_config = self.config.get_text_config()
         self.vocab_size, self.padding_side = self.text_config.vocab_size, self.neuron_config.padding_side
         self.kv_cache_populated = False
+        self.on_device_sampling = self.neuron_config.on_device_sampling_config is not None
         self.model_wrapper = self.get_model_wrapper_cls()
         self.enable_context_encoding()
         self.enable_token_generation()
@@ -145,23 +153,15 @@ class NeuronBaseForCausalLM(NeuronApplicationBase):
         self.models.append(model)
         return model
 
-    def get_generation_model(self) -> ModelWrapper:
-        return self.token_generation_model
-
     def forward(
         self, input_ids: Tensor = None, seq_ids: Optional[Tensor] = None, attention_mask: Optional[Tensor] = None,
-        position_ids: Optional[Tensor] = None, past_key_values: Optional[List[Tensor]] = None,
-        inputs_embeds: Optional[Tensor] = None, sampling_params: Optional[Tensor] = None,
-        prev_hidden: Optional[Tensor] = None, labels: Optional[Tensor] = None, use_cache: Optional[bool] = None,
-        output_attentions: Optional[bool] = None, output_hidden_states: Optional[bool] = None,
-        adapter_ids: Optional[Tensor] = None, medusa_args=None, return_dict: Optional[bool] = None,
-        llava_args: Optional[List] = [], input_capture_hook: Optional[Callable] = None,
-        slot_mapping: Optional[Tensor] = None, block_table: Optional[Tensor] = None,
-        full_context_lens: Optional[Tensor] = None, computed_context_lens: Optional[Tensor] = None,
-        tf_args: Optional[List[Tensor]] = None,
-    ) -> Union[Tuple, CausalLMOutputWithPast]:
+        position_ids: Optional[Tensor] = None, inputs_embeds: Optional[Tensor] = None,
+        sampling_params: Optional[Tensor] = None, adapter_ids: Optional[Tensor] = None,
+        slot_mapping: Optional[Tensor] = None,
+    ) -> CausalLMOutputWithPast:
         """Right-padded prompts (B, S) if position 0 is among `position_ids`, else each row's next token (B, 1);
-        `seq_ids` (B,) name a row's line of the cache. Returns logits (B, 1, vocabulary), also as `tokens`, like NxDI.
+        `seq_ids` (B,) name a row's line of the cache. Returns logits (B, 1, vocabulary), also as `tokens`, like
+        NxDI; with on-device sampling tokens (B,) there and in `hidden_states`.
         ValueError for a prompt, position or line that does not fit; NotImplementedError for left padding."""
         refuse(inputs_embeds=inputs_embeds is not None, slot_mapping=slot_mapping is not None)
         if position_ids is None:
@@ -171,14 +171,20 @@ class NeuronBaseForCausalLM(NeuronApplicationBase):
         if attention_mask is None:
             attention_mask = self._infer_attention_mask(position_ids)
         if sampling_params is None:
-            sampling_params = torch.ones(input_ids.shape[0], 3)
+            given = self.neuron_config.on_device_sampling_config
+            default = (given.top_k, given.top_p, given.temperature) if given else (1, 1, 1)
+            sampling_params = torch.tensor([default], dtype=torch.float).expand(input_ids.shape[0], 3)
         if self._is_prefill(position_ids):
             model, self.kv_cache_populated = self.context_encoding_model, True
         else:
             model = self.token_generation_model
         logits = model(input_ids, attention_mask, position_ids, seq_ids, sampling_params)
-        output = CausalLMOutputWithPast(logits=logits, hidden_states=logits)
-        output.tokens = logits
+        if self.on_device_sampling:  # by the host, which has all ranks' logits: one generator, one token
+            tokens = Sampler(self.neuron_config)(logits[:, -1], sampling_params)
+            output = CausalLMOutputWithPast(hidden_states=tokens)
+        else:
+            output = CausalLMOutputWithPast(logits=logits, hidden_states=logits)
+        output.tokens = output.hidden_states
         return output
 
     def _is_prefill(self, position_ids: Tensor) -> bool:
@@ -192,7 +198,3 @@ class NeuronBaseForCausalLM(NeuronApplicationBase):
 
     def reset(self) -> None:
         self.kv_cache_populated = False
-
-    def reset_kv_cache(self) -> None:
-        """Zero the caches. A new batch needs only `reset`."""
-        self.traced_model.reset_caches()

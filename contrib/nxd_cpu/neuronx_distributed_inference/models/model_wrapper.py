@@ -24,10 +24,6 @@ class ModelWrapper(nn.Module):
         self.tag, self.compiler_args = tag, compiler_args
         self.model: Optional[LoadedModel] = None
 
-    def is_neuron(self) -> bool:
-        """Whether the submodel runs on a Neuron device. Never, here."""
-        return False
-
     def _build(self, bucket: int) -> nn.Module:
         """The model of one rank, without memory for its weights."""
         with _model_parallel(self.neuron_config.tp_degree), weights_on_meta():

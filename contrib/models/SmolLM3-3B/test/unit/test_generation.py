@@ -19,7 +19,8 @@ class Counter:
     def reset(self):
         self.cache = {}
 
-    def __call__(self, input_ids, attention_mask, position_ids, seq_ids):
+    def __call__(self, input_ids, attention_mask, position_ids, seq_ids, sampling_params=None):
+        self.sampling_params = sampling_params
         logits = torch.zeros(len(seq_ids), 1, VOCAB)
         for row, seq in enumerate(seq_ids.tolist()):
             if position_ids.shape[1] > 1 or position_ids[row] == 0:
@@ -32,7 +33,7 @@ class Counter:
                 self.cache[seq][position:] = [int(input_ids[row])]
             logits[row, 0, (self.cache[seq][-1] + 1) % VOCAB] = 5.0
             logits[row, 0, (self.cache[seq][-1] + 2) % VOCAB] = 3.0
-        return SimpleNamespace(logits=logits)
+        return SimpleNamespace(logits=logits, tokens=logits[:, -1].argmax(-1).int())
 
 
 def test_greedy_goes_on_until_the_limit():
@@ -123,3 +124,28 @@ def test_logits_that_are_not_numbers_are_an_error():
 
     with pytest.raises(RuntimeError, match="not numbers"):
         generate(Broken(), [[1]], 2)
+
+
+def on_device(**config):
+    model = Counter()
+    model.config.neuron_config.on_device_sampling_config = SimpleNamespace(
+        **{"do_sample": False, "dynamic": False, "global_topk": 8, **config}
+    )
+    return model
+
+
+def test_the_devices_tokens_are_taken():
+    model = on_device()
+    result = generate(model, [[1, 2], [5]], 4)
+    assert [r.tokens for r in result] == [[3, 4, 5, 6], [6, 7, 8, 9]] and result[0].margins == []
+    assert model.sampling_params.tolist() == [[1, 1, 1]] * 2
+    model = on_device(dynamic=True)
+    generate(model, [[1]], 1, sampling=Sampling(0.5, top_k=99))
+    assert model.sampling_params.tolist() == [[8, 1, 0.5]]
+
+
+def test_what_a_device_that_samples_cannot_do():
+    with pytest.raises(SmolLM3Error, match="barred"):
+        generate(on_device(), [[1]], 4, barred_token_ids=[3])
+    with pytest.raises(SmolLM3Error, match="temperature is 0.5, but on_device_sampling_config is greedy"):
+        generate(on_device(), [[1]], 4, sampling=Sampling(0.5))

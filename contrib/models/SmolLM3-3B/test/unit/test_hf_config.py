@@ -82,6 +82,20 @@ def test_spellings_of_yarn(raw):
     assert resolve({**raw, **resolved}) == resolved and longest_sequence(resolved) == 131072
 
 
+WINDOW = {"use_sliding_window": True, "sliding_window": 4096}
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, WINDOW, {**WINDOW, "use_sliding_window": False}, {**WINDOW, "no_rope_layers": [0] * 36}]
+)
+def test_layer_types_are_transformers(changes):
+    raw = without("layer_types", **changes)
+    expected = SmolLM3Config(**{name: value for name, value in raw.items() if value is not None}).layer_types
+    resolved = resolve(raw)
+    assert resolved["layer_types"] == expected and resolve({**raw, **resolved}) == resolved
+    assert resolved["sliding_window"] == (4096 if raw["use_sliding_window"] else None)
+
+
 @pytest.mark.parametrize(
     "changes, named",
     [
@@ -115,7 +129,10 @@ def test_spellings_of_yarn(raw):
         ({"head_dim": 7}, ["head_dim is 7", "even"]),
         ({"hidden_act": "gelu"}, ["hidden_act is 'gelu'", "'silu'"]),
         ({"attention_bias": "no"}, ["attention_bias is 'no'", "true or false"]),
-        ({"use_sliding_window": True, "sliding_window": 4096}, ["sliding_window is 4096", "not supported"]),
+        ({"use_sliding_window": True, "sliding_window": 1}, ["sliding_window is 1", "at least 2"]),
+        ({"layer_types": ["sliding_attention"] * 36}, ["layer_types has 'sliding_attention'", "use_sliding_window is False"]),
+        ({**WINDOW, "layer_types": ["full_attention"] * 3}, ["layer_types is", "36 layers"]),
+        ({**WINDOW, "layer_types": ["chunked_attention"] * 36}, ["layer_types[0] is 'chunked_attention'", "'full_attention'"]),
         ({"model_type": "llama"}, ["model_type is 'llama'", "'smollm3'"]),
         ({"rope_parameters": {"rope_theta": 1e4}}, ["rope_theta is 5000000.0", "rope_parameters.rope_theta is 10000.0"]),
         ({"dtype": "float32"}, ["torch_dtype is 'bfloat16'", "dtype is 'float32'"]),

@@ -6,15 +6,6 @@ from neuronx_distributed.parallel_layers import parallel_state
 from neuronx_distributed.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
 
 
-def convert_state_dict_to_fused_qkv(llama_state_dict: dict, cfg) -> dict:
-    """Join `layers.{i}.self_attn.{q,k,v}_proj.weight` into `layers.{i}.self_attn.Wqkv.weight`, in place."""
-    for layer in range(cfg.num_hidden_layers):
-        attention = f"layers.{layer}.self_attn"
-        parts = [llama_state_dict.pop(f"{attention}.{name}_proj.weight") for name in "qkv"]
-        llama_state_dict[f"{attention}.Wqkv.weight"] = torch.cat(parts)
-    return llama_state_dict
-
-
 class NeuronLlamaMLP(nn.Module):
     """down(act(gate(x)) * up(x)), the intermediate dimension cut over the ranks and padded to their multiple."""
 

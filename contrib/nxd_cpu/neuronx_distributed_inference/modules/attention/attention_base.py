@@ -10,7 +10,8 @@ from neuronx_distributed.parallel_layers import parallel_state
 from neuronx_distributed.parallel_layers.layers import SPMDRank
 from neuronx_distributed.parallel_layers.utils import divide
 from neuronx_distributed_inference.modules.attention.gqa import GroupQueryAttention_O, GroupQueryAttention_QKV
-from neuronx_distributed_inference.modules.attention.utils import apply_rotary_pos_emb, move_heads_front
+from neuronx_distributed_inference.modules.attention.utils import apply_rotary_pos_emb, get_last_kv_window
+from neuronx_distributed_inference.modules.attention.utils import move_heads_front, repeat_kv
 from neuronx_distributed_inference.modules.kvcache.kv_cache_manager import KVCacheManager
 
 
@@ -48,7 +49,7 @@ class NeuronAttentionBase(nn.Module):
         super().__init__()
         refuse(
             sequence_parallel_enabled=sequence_parallel_enabled, attention_chunk_size=attention_chunk_size,
-            sliding_window=sliding_window, learned_sinks_size=learned_sinks_size, use_qk_norm=use_qk_norm,
+            learned_sinks_size=learned_sinks_size, use_qk_norm=use_qk_norm,
             qk_layernorm=config.neuron_config.qk_layernorm, post_transpose_layernorm=post_transpose_layernorm,
         )
         self.config, self.neuron_config = config, config.neuron_config
@@ -59,7 +60,7 @@ class NeuronAttentionBase(nn.Module):
         self.torch_dtype = self.neuron_config.attention_dtype or self.neuron_config.torch_dtype
         self.hidden_size, self.num_attention_heads = hidden_size, num_attention_heads
         self.head_dim = head_dim or hidden_size // num_attention_heads
-        self.rotary_emb = rotary_emb
+        self.rotary_emb, self.sliding_window = rotary_emb, sliding_window
         self.q_layernorm, self.k_layernorm = q_layernorm, k_layernorm
         heads = dict(
             hidden_size=hidden_size, head_dim=self.head_dim, num_attention_heads=num_attention_heads,
@@ -105,6 +106,27 @@ class NeuronAttentionBase(nn.Module):
         """Causal attention within the prompt (B, heads, S, D). Padding on the right is behind every real query."""
         return F.scaled_dot_product_attention(Q, K, V, is_causal=True, enable_gqa=True)
 
+    def perform_prefill_windowed_attn(self, Q, K, V, q_len, bsz, attention_mask, window_size) -> Tensor:
+        """The same, each token seeing `window_size` tokens: in blocks of that many, which see themselves and the block
+        before."""
+        K, V = (repeat_kv(x, self.num_key_value_groups) for x in (K, V))
+        Q, K, V = (F.pad(x, (0, 0, 0, -q_len % window_size)).unflatten(2, (-1, window_size)) for x in (Q, K, V))
+        K, V = (torch.cat([F.pad(x[:, :, :-1], (0, 0, 0, 0, 1, 0)), x], 3) for x in (K, V))
+        query, key = torch.arange(window_size)[:, None], torch.arange(2 * window_size)
+        is_first = torch.arange(Q.shape[2])[:, None, None] == 0
+        mask = (key > query) & (key <= query + window_size) & ~(is_first & (key < window_size))
+        return F.scaled_dot_product_attention(Q, K, V, attn_mask=mask).flatten(2, 3)[:, :, :q_len]
+
+    def _attend_in_window(self, Q, K, V, position_ids, past_key_value, attention_mask) -> Tuple[Tensor, tuple]:
+        """The output, and the K and V for the cache, which holds the window but for the active token."""
+        window = self.sliding_window
+        if past_key_value is None:
+            output = self.perform_prefill_windowed_attn(Q, K, V, Q.shape[2], Q.shape[0], attention_mask, window)
+            return output, get_last_kv_window(window, position_ids, K, V)
+        seen = [torch.cat([old[:, :, : window - 1], new], 2) for old, new in zip(past_key_value, (K, V))]
+        mask = F.pad(attention_mask, (0, 1), value=True)
+        return self.compute_for_token_gen(Q, K, V, position_ids, seen, mask, None), (K, V)
+
     def compute_for_token_gen(
         self, Q, K, V, position_ids, past_key_value, attention_mask, active_mask, is_prefix_caching=False
     ) -> Tensor:
@@ -132,12 +154,14 @@ class NeuronAttentionBase(nn.Module):
             rotary_position_ids, hidden_states.to(self.torch_dtype), past_key_value, cos_cache=cos_cache,
             sin_cache=sin_cache, residual=residual,
         )
-        present = (K, V)
+        present, output = (K, V), None
+        if self.sliding_window:  # before the cache is written: the oldest token in sight leaves it in this very step
+            output, present = self._attend_in_window(Q, K, V, position_ids, past_key_value, attention_mask)
         if update_kv_per_layer:
             present = kv_mgr.update_kv_by_layer_id(kv_per_layer=present, position_ids=position_ids, **kwargs)
-        if past_key_value is None:
+        if output is None and past_key_value is None:
             output = self.perform_prefill(Q, K, V, length, batch, attention_mask)
-        else:
+        elif output is None:
             output = self.compute_for_token_gen(Q, K, V, position_ids, past_key_value, attention_mask, active_mask)
         output = self.o_proj(output.transpose(1, 2).reshape(batch, length, self.num_heads * self.head_dim))
         output = output.to(hidden_states.dtype)

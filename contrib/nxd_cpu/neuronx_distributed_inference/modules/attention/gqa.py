@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from neuronx_distributed._cpu import ThreadGroup, refuse
 from neuronx_distributed.parallel_layers import parallel_state
 from neuronx_distributed.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
-from neuronx_distributed.parallel_layers.pad import get_number_of_extra_heads
+from neuronx_distributed.parallel_layers.utils import get_padding_length
 
 
 class GQA(enum.Enum):
@@ -33,7 +33,7 @@ def get_shardable_head_counts(
     tp_degree: int, num_attention_heads: int, num_key_value_heads: int, sharding_strategy: GQA
 ) -> Tuple[int, int]:
     """The numbers of query and KV heads after padding and replication; the ranks divide both."""
-    heads = num_attention_heads + get_number_of_extra_heads(num_attention_heads, tp_degree)
+    heads = num_attention_heads + get_padding_length(num_attention_heads, tp_degree)
     if num_attention_heads == num_key_value_heads:
         return heads, heads
     if num_key_value_heads % tp_degree == 0:
@@ -100,7 +100,7 @@ class GroupQueryAttention_QKV(BaseGroupQueryAttention):
         self, hidden_size: int, head_dim: int, num_attention_heads: int, num_key_value_heads: int, tp_degree: int = 1,
         dtype: torch.dtype = torch.float32, bias: bool = False, desired_sharding_strategy: Optional[GQA] = None,
         gather_output: bool = True, fused_qkv: bool = False, clip_qkv: Optional[float] = None,
-        tensor_model_parallel_group: Optional[ThreadGroup] = None, rank_ordering: Optional[list] = None,
+        tensor_model_parallel_group: Optional[ThreadGroup] = None,
     ):
         super().__init__(
             hidden_size, head_dim, num_attention_heads, num_key_value_heads, tp_degree, dtype, bias,
@@ -114,7 +114,7 @@ class GroupQueryAttention_QKV(BaseGroupQueryAttention):
         def projection(heads: int) -> ColumnParallelLinear:
             return ColumnParallelLinear(
                 hidden_size, heads * head_dim, bias=bias, gather_output=gather_output, dtype=dtype,
-                tensor_model_parallel_group=self.tensor_model_parallel_group, rank_ordering=rank_ordering,
+                tensor_model_parallel_group=self.tensor_model_parallel_group,
             )
 
         if fused_qkv:
@@ -166,7 +166,6 @@ class GroupQueryAttention_O(BaseGroupQueryAttention):
         dtype: torch.dtype = torch.float32, bias: bool = False, desired_sharding_strategy: Optional[GQA] = None,
         input_is_parallel: bool = False, layer_name: str = "o_proj",
         tensor_model_parallel_group: Optional[ThreadGroup] = None, rpl_reduce_dtype: Optional[torch.dtype] = None,
-        rank_ordering: Optional[list] = None,
     ):
         super().__init__(
             hidden_size, head_dim, num_attention_heads, num_key_value_heads, tp_degree, dtype, bias,
@@ -176,7 +175,6 @@ class GroupQueryAttention_O(BaseGroupQueryAttention):
         self.o_proj = RowParallelLinear(
             self.num_attention_heads * head_dim, hidden_size, bias=bias, input_is_parallel=input_is_parallel,
             dtype=dtype, tensor_model_parallel_group=self.tensor_model_parallel_group, reduce_dtype=rpl_reduce_dtype,
-            rank_ordering=rank_ordering,
         )
 
     def forward(self, attention_output: Tensor, adapter_ids=None) -> Tensor:

@@ -21,6 +21,13 @@ def repeat_kv(hidden_states: Tensor, n_rep: int) -> Tensor:
     return hidden_states.repeat_interleave(n_rep, dim=1) if n_rep > 1 else hidden_states
 
 
+def get_last_kv_window(window_size, position_ids, latest_k, latest_v):
+    """A prompt's last window_size - 1 K and V (B, H, S, D), position p at p % (window_size - 1)."""
+    last, slots = position_ids.amax(dim=1, keepdim=True), torch.arange(window_size - 1)
+    index = (last - (last - slots) % (window_size - 1)).clamp(min=0)[:, None, :, None]
+    return tuple(x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3])) for x in (latest_k, latest_v))
+
+
 def _rotate_half(x: Tensor) -> Tensor:
     left, right = x.chunk(2, dim=-1)
     return torch.cat((-right, left), dim=-1)

@@ -9,7 +9,8 @@ from neuronx_distributed_inference.modules.attention.gqa import determine_shardi
 
 
 class KVCacheManager(nn.Module):
-    """K and V of every layer, (batch, KV heads per rank, max_length, head_dim) each, written in place.
+    """K and V of every layer, (batch, KV heads per rank, max_length, head_dim) each, written in place. With a
+    `layer_to_cache_size_mapping` every layer has a length of its own.
 
     `seq_ids` (B,) say which line of the cache a row of the batch is. A negative one, -1 - line, marks a row that only
     fills the batch up: its line stays as it is.
@@ -20,18 +21,20 @@ class KVCacheManager(nn.Module):
         layer_to_cache_size_mapping=None, **kwargs,
     ):
         super().__init__()
-        refuse(attention_chunk_size=attention_chunk_size, sliding_window=sliding_window)
-        refuse(layer_to_cache_size_mapping=layer_to_cache_size_mapping)
+        refuse(attention_chunk_size=attention_chunk_size)
         neuron_config, tp_degree = config.neuron_config, config.neuron_config.tp_degree
         strategy = determine_sharding_strategy(tp_degree, num_kv_head)
         _, heads = get_shardable_head_counts(tp_degree, config.num_attention_heads, num_kv_head, strategy)
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        shape = (neuron_config.kv_cache_batch_size, divide(heads, tp_degree), neuron_config.max_length, head_dim)
         dtype = neuron_config.attention_dtype or neuron_config.torch_dtype
-        self.k_shape = self.v_shape = shape
+        self.layer_to_cache_size_mapping = layer_to_cache_size_mapping
         self.past_key_values = nn.ParameterList(
-            nn.Parameter(torch.zeros(shape, dtype=dtype, device=weight_device()), requires_grad=False)
-            for _ in range(2 * config.num_hidden_layers)
+            nn.Parameter(
+                torch.zeros(neuron_config.kv_cache_batch_size, divide(heads, tp_degree), length, head_dim, dtype=dtype,
+                            device=weight_device()), requires_grad=False
+            )
+            for length in layer_to_cache_size_mapping or [neuron_config.max_length] * config.num_hidden_layers
+            for _ in "kv"
         )
 
     def get_kv_by_layer_id(self, idx, seq_len: int, skip_slice=False, **kwargs) -> Tuple[Tensor, Tensor]:
@@ -43,9 +46,9 @@ class KVCacheManager(nn.Module):
         layers = range(len(self.past_key_values) // 2)
         return [self.get_kv_by_layer_id(idx=idx, seq_len=seq_len, skip_slice=skip_slice) for idx in layers]
 
-    def _rows(self, seq_ids: Tensor, position_ids: Tensor, is_for_context_encoding: bool) -> Tensor:
-        """Where the new K and V go in a cache seen as rows of head_dim, in the order (B, heads, positions)."""
-        _, heads, length, _ = self.k_shape
+    def _rows(self, seq_ids: Tensor, position_ids: Tensor, is_for_context_encoding: bool, idx: int = 0) -> Tensor:
+        """Where the new K and V go in the layer's cache seen as rows of head_dim, ordered (B, heads, positions)."""
+        _, heads, length, _ = self.past_key_values[2 * idx].shape
         lines = torch.where(seq_ids < 0, -1 - seq_ids, seq_ids)
         if is_for_context_encoding:  # a prompt begins at 0; what its padding writes, decoding writes over
             position_ids = torch.arange(position_ids.shape[1]).unsqueeze(0)
@@ -57,7 +60,12 @@ class KVCacheManager(nn.Module):
         kv_per_layer: Tuple[Tensor, Tensor], seq_len: int, scatter_index: Optional[Tensor] = None, **kwargs,
     ) -> Tuple[Tensor, Tensor]:
         """Write K and V (B, heads, S, head_dim) into layer `idx` at `scatter_index` (see `_rows`); its caches."""
-        rows = self._rows(seq_ids, position_ids, is_for_context_encoding) if scatter_index is None else scatter_index
+        rows = scatter_index
+        if self.layer_to_cache_size_mapping:
+            index = self._get_index_to_update_new_position(
+                seq_ids, None, position_ids[:, : kv_per_layer[0].shape[2]], kv_per_layer[0], False, idx
+            )
+            rows = self._rows(seq_ids, index[:, 0, :, 0], is_for_context_encoding, idx)
         caches = self.past_key_values[2 * idx], self.past_key_values[2 * idx + 1]
         for cache, latest in zip(caches, kv_per_layer):
             cache_rows = cache.view(-1, cache.shape[-1])
@@ -66,3 +74,9 @@ class KVCacheManager(nn.Module):
                 latest = torch.where((seq_ids < 0).view(-1, 1, 1, 1), old, latest.to(cache.dtype))
             cache_rows.index_copy_(0, rows, latest.to(cache.dtype).flatten(0, 2))
         return caches
+
+    def _get_index_to_update_new_position(
+        self, seq_ids, scatter_index, position_ids, full_k, transposed: bool, layer_idx: int
+    ) -> Tensor:
+        """Where in its cache a layer puts each position, in the shape of `full_k`."""
+        return position_ids[:, None, :, None].expand_as(full_k)

@@ -1,0 +1,48 @@
+"""artifact.Settings: what is filled in, and what cannot run together."""
+
+import pytest
+from smollm3_neuron.artifact import Settings
+from smollm3_neuron.errors import SmolLM3Error
+from smollm3_neuron.hf_config import resolve
+from smollm3_neuron.models import SMOLLM3_3B
+
+
+def checked(**settings):
+    return Settings(**{"seq_len": 256, **settings}).checked(resolve(SMOLLM3_3B))
+
+
+@pytest.mark.parametrize(
+    "settings, expected",
+    [
+        ({}, {"max_context_length": 256, "ctx_batch_size": 1}),
+        ({"batch_size": 4}, {"ctx_batch_size": 4}),
+        ({"batch_size": 4, "is_continuous_batching": True}, {"ctx_batch_size": 1}),
+        ({"batch_size": 4, "is_continuous_batching": True, "ctx_batch_size": 2}, {"ctx_batch_size": 2}),
+        ({"enable_bucketing": True, "context_encoding_buckets": [64, 256]}, {"token_generation_buckets": None}),
+    ],
+)
+def test_what_is_filled_in(settings, expected):
+    found = checked(**settings)
+    assert {name: getattr(found, name) for name in expected} == expected
+    assert found.checked(resolve(SMOLLM3_3B)) == found
+
+
+@pytest.mark.parametrize(
+    "settings, named",
+    [
+        ({"batch_size": 4, "ctx_batch_size": 1}, ["ctx_batch_size is 1", "batch_size 4", "is_continuous_batching"]),
+        ({"batch_size": 2, "is_continuous_batching": True, "ctx_batch_size": 3}, ["ctx_batch_size is 3", "from 1 to 2"]),
+        ({"token_generation_buckets": [256]}, ["token_generation_buckets is [256]", "enable_bucketing is off"]),
+        ({"enable_bucketing": True, "token_generation_buckets": [64]}, ["token_generation_buckets is [64]", "seq_len, which is 256"]),
+        ({"enable_bucketing": True, "context_encoding_buckets": [128, 64, 256]}, ["[128, 64, 256]", "rising"]),
+        ({"enable_bucketing": True, "context_encoding_buckets": [1, 256]}, ["[1, 256]", "at least 2"]),
+        ({"on_device_sampling_config": {"do_smaple": True}}, ["do_smaple True", "do_sample"]),
+        ({"on_device_sampling_config": {"global_topk": "all"}}, ["global_topk 'all'", "numbers"]),
+        ({"enable_bucketing": True, "context_encoding_buckets": []}, ["context_encoding_buckets is []"]),
+    ],
+)
+def test_what_cannot_run_together(settings, named):
+    with pytest.raises(SmolLM3Error) as error:
+        checked(**settings)
+    message = str(error.value)
+    assert "\n" not in message and [part for part in named if part not in message] == []

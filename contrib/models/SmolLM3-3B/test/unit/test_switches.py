@@ -1,0 +1,37 @@
+from types import SimpleNamespace
+
+import pytest
+from smollm3_neuron.errors import SmolLM3Error
+from smollm3_neuron.switches import REFUSED, check_switches
+
+MIXED, ROTARY = [1, 0], [1, 1]
+
+
+def check(layers=MIXED, release="0.8.0", **switches):
+    check_switches(SimpleNamespace(**{"padding_side": "right", **switches}), layers, release)
+
+
+@pytest.mark.parametrize("refusal", REFUSED, ids=lambda refusal: f"{refusal.name}-{refusal.releases[0]}")
+def test_what_is_refused(refusal):
+    for release in (*refusal.releases, None):
+        with pytest.raises(SmolLM3Error, match=f"^{refusal.name} is 3, but [^\n]*; leave it out$"):
+            check(release=release and f"{release}.16251", **{refusal.name: 3})
+    check(**{refusal.name: 0})
+
+
+def test_a_switch_that_only_a_nope_layer_minds():
+    for name in ("qkv_cte_nki_kernel_fuse_rope", "attn_tkg_builtin_kernel_enabled"):
+        check(ROTARY, **{name: True})
+    with pytest.raises(SmolLM3Error, match="NeuronCore v3"):
+        check(ROTARY, "0.9.0", attn_tkg_builtin_kernel_enabled=True)
+
+
+def test_a_switch_that_is_wrong_in_one_release_only():
+    check(release="0.8.0", attn_tkg_nki_kernel_enabled=True)
+    with pytest.raises(SmolLM3Error, match="attn_tkg_nki_kernel_enabled"):
+        check(release="0.9.0", attn_tkg_nki_kernel_enabled=True)
+
+
+def test_left_padding():
+    with pytest.raises(SmolLM3Error, match="padding_side is 'left', allowed is 'right'"):
+        check(padding_side="left")

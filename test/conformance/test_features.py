@@ -1,0 +1,143 @@
+"""Each feature, token for token against transformers: on nxd_cpu, and on the real library's sources with --nxd-source.
+
+A feature that a place cannot take says so in `only`; compatibility.md has the reasons.
+"""
+
+from dataclasses import dataclass, field
+
+import pytest
+
+import model_jobs
+from harness import run_real
+from reference import reference_tokens
+
+CPU = "nxd_cpu"
+
+
+def prompt(length, start=0):
+    """Token ids, other ones for another start."""
+    return [(7 + 31 * (i + start) + i * i) % 255 + 1 for i in range(length)]
+
+
+@dataclass(frozen=True, eq=False)
+class Feature:
+    name: str
+    neuron: dict
+    prompts: list
+    checkpoint: str = "plain"
+    new_tokens: int = 24
+    serve: dict = field(default_factory=dict)  # when the requests come and go, see model_jobs.serve
+    sampling_params: list = field(default_factory=list)
+    only: tuple = ()  # nothing: every place
+
+    def job(self, checkpoints):
+        neuron = {"tp_degree": 1, "batch_size": 2, "seq_len": 128, **self.neuron}
+        kind = "serve" if self.serve else "generate"
+        more = {"sampling_params": self.sampling_params} if self.sampling_params else {}
+        return {
+            "name": self.name, "kind": kind, "checkpoint": checkpoints[self.checkpoint], "neuron": neuron,
+            "prompts": self.prompts, "new_tokens": self.new_tokens, **self.serve, **more,
+        }
+
+    def expected(self, checkpoints):
+        stays = self.serve.get("stays", [self.new_tokens] * len(self.prompts))
+        checkpoint = checkpoints[self.checkpoint]
+        return [reference_tokens(checkpoint, tuple(p), count, ()) for p, count in zip(self.prompts, stays)]
+
+
+# line 2 is first a long prompt's and then a short one's, line 0 is left free for a while; from one to three are there
+COME_AND_GO = dict(comes=[0, 0, 2, 7, 13], stays=[12, 6, 14, 10, 5], lines=[1, 2, 0, 2, 1])
+REQUESTS = [prompt(9), prompt(40, 1), prompt(3, 2), prompt(5, 3), prompt(1, 4)]
+CONTINUOUS = dict(is_continuous_batching=True, batch_size=3)
+BUCKETS = dict(
+    enable_bucketing=True, context_encoding_buckets=[8, 16, 64], token_generation_buckets=[16, 32, 128],
+    max_context_length=64,
+)
+EDGES = [prompt(length, length) for length in (1, 7, 8, 9, 15, 16, 17, 63, 64)]
+
+SHORT_AND_LONG = [prompt(9), prompt(40, 1)]  # around a window of 16
+
+FEATURES = [
+    *(
+        Feature(f"continuous-batching-tp{tp}", {**CONTINUOUS, "tp_degree": tp, "ctx_batch_size": 1}, REQUESTS, serve=COME_AND_GO)
+        for tp in (1, 2)
+    ),
+    Feature(
+        "continuous-batching-ctx2", {**CONTINUOUS, "ctx_batch_size": 2}, REQUESTS, serve=COME_AND_GO, only=(CPU,)
+    ),
+    *(Feature(f"buckets-tp{tp}", {**BUCKETS, "tp_degree": tp, "batch_size": 1}, EDGES) for tp in (1, 2)),
+    Feature("buckets-batch", {**BUCKETS, "batch_size": 2}, EDGES[1:]),
+    Feature(
+        "buckets-automatic", {"enable_bucketing": True, "seq_len": 256, "batch_size": 1},
+        [prompt(127), prompt(128), prompt(129)], new_tokens=4,
+    ),
+    Feature(
+        "continuous-batching-buckets", {**BUCKETS, **CONTINUOUS, "tp_degree": 2, "ctx_batch_size": 1}, REQUESTS,
+        serve=COME_AND_GO,
+    ),
+    *(
+        Feature(f"{name}-tp{tp}", {"tp_degree": tp, "fused_qkv": tp == 2}, SHORT_AND_LONG, name, new_tokens=40)
+        for name in ("window", "window-listed", "window-everywhere")
+        for tp in (1, 2)
+    ),
+    Feature("window-continuous-batching", {**CONTINUOUS, "ctx_batch_size": 1}, REQUESTS, "window-listed", serve=COME_AND_GO),
+    *(
+        Feature(
+            f"on-device-{name}-tp{tp}", {"tp_degree": tp, "on_device_sampling_config": config}, SHORT_AND_LONG, checkpoint,
+            # each of these leaves the best token only, in its own way
+            sampling_params=[[1.0, 1.0, 1.0], [256.0, 1e-4, 0.7]], only=() if tp == 1 else (CPU,),
+        )
+        for name, config in (("greedy", {"top_k": 1}), ("sampling", {"do_sample": True, "dynamic": True}))
+        for tp, checkpoint in ((1, "plain"), (2, "odd-vocabulary"), (3, "plain"))
+    ),
+    Feature("window-as-long-as-the-cache", {"seq_len": 16, "batch_size": 1}, [prompt(9)], "window", new_tokens=8),
+]
+
+
+def pytest_generate_tests(metafunc):
+    places = [CPU, *metafunc.config.nxd_releases]
+    metafunc.parametrize("place, feature", [
+        pytest.param(place, feature, id=f"{getattr(place, 'version', place)}-{feature.name}")
+        for place in places
+        for feature in FEATURES
+        if not feature.only or getattr(place, "version", place) in feature.only
+    ])
+
+
+def on_nxd_cpu(job, folder):
+    from smollm3_neuron.runtime import ensure_neuronx
+
+    if ensure_neuronx() != "cpu":
+        pytest.skip("the Neuron SDK is installed here: nxd_cpu is not used")
+    from smollm3_neuron.modeling_smollm3_3b import NeuronSmolLM3ForCausalLM
+
+    def compile_and_load(model):
+        model.compile(folder / "compiled")
+        model.load(folder / "compiled")
+
+    return getattr(model_jobs, job["kind"])(NeuronSmolLM3ForCausalLM, job, 0, folder, compile_and_load)
+
+
+@pytest.fixture(scope="session")
+def on_sources(request, random_checkpoints, tmp_path_factory):
+    """Results of (release, feature): one process per release for all the features that were asked for."""
+    results = {}
+
+    def get(release, feature):
+        if release not in results:
+            params = [item.callspec.params for item in request.session.items if "feature" in getattr(item, "fixturenames", ())]
+            features = dict.fromkeys(p["feature"] for p in params if p["place"] == release)
+            jobs = [feature.job(random_checkpoints) for feature in features]
+            results[release] = run_real(release, jobs, tmp_path_factory.mktemp(release.version))
+        return results[release][feature.name]
+
+    return get
+
+
+def test_tokens_equal_transformers(place, feature, on_sources, random_checkpoints, tmp_path):
+    if place == CPU:
+        result = on_nxd_cpu(feature.job(random_checkpoints), tmp_path)
+    else:
+        result = on_sources(place, feature)
+    assert "error" not in result, result["error"]
+    assert result["tokens"] == feature.expected(random_checkpoints)

@@ -1,0 +1,51 @@
+"""A window on some layers: what it does to the caches, and what cannot go with it."""
+
+import pytest
+import torch
+from neuronx_distributed_inference.models.config import NeuronConfig
+from neuronx_distributed_inference.utils.hf_adapter import load_pretrained_config
+from src.modeling_smollm3_3b import NeuronSmolLM3ForCausalLM, SmolLM3InferenceConfig
+from transformers import SmolLM3Config
+
+
+def build(window=16, **options):
+    options = {"seq_len": 128, "tp_degree": 2, "torch_dtype": torch.float32, **options}
+    config = SmolLM3Config(
+        vocab_size=32, hidden_size=64, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, use_sliding_window=True, sliding_window=window, pad_token_id=0,
+    )  # fmt: skip
+    config = SmolLM3InferenceConfig(NeuronConfig(**options), load_config=load_pretrained_config(hf_config=config))
+    return NeuronSmolLM3ForCausalLM("nowhere", config)
+
+
+def test_a_sliding_layer_has_a_cache_as_long_as_its_window():
+    app = build()
+    lengths = [cache.shape[2] for cache in app.token_generation_model._build(128).kv_mgr.past_key_values]
+    assert lengths == [128] * 6 + [16] * 2
+    assert app.config.neuron_config.attn_kernel_enabled is False
+    text = app.config.to_json_string()
+    assert SmolLM3InferenceConfig.from_json_string(text).to_json_string() == text
+
+
+def test_a_window_as_long_as_the_cache_is_none():
+    app = build(window=128)
+    assert {cache.shape[2] for cache in app.token_generation_model._build(128).kv_mgr.past_key_values} == {128}
+    assert app.config.neuron_config.attn_kernel_enabled is None
+
+
+@pytest.mark.parametrize(
+    "options, named",
+    [
+        (dict(max_context_length=8), "a length of 8, at least 15 is needed"),
+        (dict(enable_bucketing=True, context_encoding_buckets=[8, 128]), "a length of 8"),
+        (dict(enable_bucketing=True, token_generation_buckets=[64, 128]), r"token_generation_buckets is \[64, 128\].*\[128\]"),
+        (dict(enable_bucketing=True, seq_len=512), "token_generation_buckets is"),
+        (dict(attn_kernel_enabled=True), "attn_kernel_enabled is True"),
+        (dict(k_cache_transposed=True), "k_cache_transposed is True"),
+        (dict(windowed_context_encoding_size=64), "windowed_context_encoding_size is 64"),
+        (dict(is_prefix_caching=True), "is_prefix_caching is True"),
+    ],
+)
+def test_what_cannot_go_with_a_window(options, named):
+    with pytest.raises(ValueError, match=named):
+        build(**options)
