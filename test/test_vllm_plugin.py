@@ -1,9 +1,9 @@
 """The plugin, in fresh processes over a small stand-in for NxD Inference's table; vLLM itself is not installed here."""
 
 import importlib.metadata
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -28,9 +28,11 @@ def test_registering_imports_nothing_and_takes_no_time():
     assert (done.stdout, done.stderr) == ("[]\n", "")
 
     def seconds(code):
-        began = time.perf_counter()
+        """Of the processor: other processes do not count."""
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         run(code)
-        return time.perf_counter() - began
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
     extra = min(seconds(REGISTER) for _ in range(5)) - min(seconds("pass") for _ in range(5))
     assert extra < 0.05

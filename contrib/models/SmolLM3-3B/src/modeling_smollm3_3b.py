@@ -27,7 +27,7 @@ from .errors import SmolLM3Error
 from .rope import ScaledRotaryEmbedding
 from .sharding import ShardingPlan
 from .sliding_window import SlidingWindowKVCacheManager, check_sliding_window, layer_windows
-from .switches import check_switches, installed_release
+from .switches import check_sequence_parallel, check_switches, installed_release
 
 logger = logging.getLogger("Neuron")
 
@@ -69,6 +69,7 @@ class SmolLM3InferenceConfig(InferenceConfig):
         super().validate_config()
         check_sliding_window(self)
         check_switches(self.neuron_config, self.no_rope_layers, installed_release())
+        check_sequence_parallel(self.neuron_config)
 
     def sharding_plan(self) -> ShardingPlan:
         """What the TP degree does to the checkpoint's heads."""

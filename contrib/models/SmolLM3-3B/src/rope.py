@@ -4,12 +4,28 @@ Called inside the traced forward, on the device of its input: so the frequencies
 NxD Inference's own rotary modules do, and no tensor is baked in.
 """
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+
+def llama3_parameters(config: Any, device: torch.device) -> tuple[torch.Tensor, float]:
+    """transformers' llama3 formula, bit for bit; its comparisons with Python floats would lower in float64 on XLA."""
+    scaling = config.rope_scaling
+    factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
+    positions = scaling["original_max_position_embeddings"]
+    inv_freq, attention_factor = ROPE_INIT_FUNCTIONS["default"](config, device)
+    wavelengths = 2 * math.pi / inv_freq
+    is_long = wavelengths > torch.full_like(wavelengths, positions / low)
+    is_short = wavelengths < torch.full_like(wavelengths, positions / high)
+    scaled = torch.where(is_long, inv_freq / factor, inv_freq)
+    smooth = (positions / wavelengths - low) / (high - low)
+    between = (1 - smooth) * scaled / factor + smooth * scaled
+    return torch.where(is_long | is_short, scaled, between), attention_factor
 
 
 class ScaledRotaryEmbedding(nn.Module):
@@ -28,7 +44,8 @@ class ScaledRotaryEmbedding(nn.Module):
             hidden_size=config.hidden_size,
             num_attention_heads=config.num_attention_heads,
         )
-        self.init = ROPE_INIT_FUNCTIONS[config.rope_scaling["rope_type"]]
+        rope_type = config.rope_scaling["rope_type"]
+        self.init = llama3_parameters if rope_type == "llama3" else ROPE_INIT_FUNCTIONS[rope_type]
 
     def get_inv_freqs(self, device: torch.device | None = None) -> torch.Tensor:
         """Inverse frequencies [head_dim / 2], float32."""

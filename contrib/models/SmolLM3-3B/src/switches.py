@@ -62,6 +62,21 @@ def check_switches(neuron_config: Any, no_rope_layers: Sequence[int], release: s
             raise SmolLM3Error(f"{refusal.name} is {value!r}, but {refusal.reason}; leave it out")
 
 
+def check_sequence_parallel(neuron_config: Any) -> None:
+    """SmolLM3Error for a context that the ranks cannot divide among them; the library asserts it while tracing."""
+    if not neuron_config.sequence_parallel_enabled:
+        return
+    lengths = [neuron_config.max_context_length, *(neuron_config.context_encoding_buckets or [])]
+    if neuron_config.enable_bucketing and not neuron_config.context_encoding_buckets:
+        lengths.append(min(128, neuron_config.max_context_length))  # the library's own buckets are powers of two from 128
+    for length in lengths:
+        if length % neuron_config.tp_degree:
+            raise SmolLM3Error(
+                f"sequence_parallel_enabled: a context of {length} does not divide by tp_degree {neuron_config.tp_degree}; "
+                "choose max_context_length (and context_encoding_buckets) that do, or turn it off"
+            )
+
+
 def installed_release() -> str | None:
     try:
         return importlib.metadata.version("neuronx-distributed-inference")

@@ -2,7 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 from smollm3_neuron.errors import SmolLM3Error
-from smollm3_neuron.switches import REFUSED, check_switches
+from smollm3_neuron.switches import REFUSED, check_sequence_parallel, check_switches
 
 MIXED, ROTARY = [1, 0], [1, 1]
 
@@ -35,3 +35,27 @@ def test_a_switch_that_is_wrong_in_one_release_only():
 def test_left_padding():
     with pytest.raises(SmolLM3Error, match="padding_side is 'left', allowed is 'right'"):
         check(padding_side="left")
+
+
+def sequence_parallel(tp_degree, context, bucketing=False, buckets=None):
+    check_sequence_parallel(
+        SimpleNamespace(
+            sequence_parallel_enabled=True,
+            tp_degree=tp_degree,
+            max_context_length=context,
+            enable_bucketing=bucketing,
+            context_encoding_buckets=buckets,
+        )
+    )
+
+
+def test_sequence_parallel_needs_contexts_that_the_ranks_divide():
+    sequence_parallel(2, 128)
+    sequence_parallel(3, 126)
+    sequence_parallel(3, 126, True, [63, 126])
+    with pytest.raises(SmolLM3Error, match="a context of 128 does not divide by tp_degree 3"):
+        sequence_parallel(3, 128)
+    with pytest.raises(SmolLM3Error, match="a context of 128 does not divide by tp_degree 3"):
+        sequence_parallel(3, 1200, True)
+    with pytest.raises(SmolLM3Error, match="a context of 64 does not divide by tp_degree 3"):
+        sequence_parallel(3, 126, True, [64, 126])
