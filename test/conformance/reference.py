@@ -37,6 +37,11 @@ RANDOM = {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention", "full_attention"],
     },
     "window-everywhere": {"use_sliding_window": True, "sliding_window": 16, "layer_types": ["sliding_attention"] * 5},
+    "gelu": {"hidden_act": "gelu"},
+    "gelu_pytorch_tanh": {"hidden_act": "gelu_pytorch_tanh"},
+    "relu": {"hidden_act": "relu"},
+    "odd-intermediate": {"intermediate_size": 191},
+    "odd-intermediate-biases": {"intermediate_size": 191, "mlp_bias": True},
     "12-heads-4-kv": {"hidden_size": 192, "num_attention_heads": 12},
     "9-heads-3-kv": {"hidden_size": 144, "num_attention_heads": 9, "num_key_value_heads": 3},
 }

@@ -25,6 +25,7 @@ RANDOM_SHARDS = [
     ("biases", 4, False), ("head-dim", 8, False), ("odd-vocabulary", 2, False), ("odd-vocabulary", 8, True),
     ("9-heads-3-kv", 2, False), ("9-heads-3-kv", 4, True), ("9-heads-3-kv", 6, False),
     ("12-heads-4-kv", 6, True), ("plain", 5, False), ("plain", 6, True), ("plain", 7, False), ("plain", 12, True),
+    ("odd-intermediate-biases", 4, False),
 ]
 
 

@@ -6,6 +6,9 @@ A feature that a place cannot take says so in `only`; compatibility.md has the r
 from dataclasses import dataclass, field
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import model_jobs
 from harness import run_real
@@ -90,11 +93,24 @@ FEATURES = [
         for name, config in (("greedy", {"top_k": 1}), ("sampling", {"do_sample": True, "dynamic": True}))
         for tp, checkpoint in ((1, "plain"), (2, "odd-vocabulary"), (3, "plain"))
     ),
+    *(
+        Feature(f"{name}-tp{tp}", {"tp_degree": tp}, SHORT_AND_LONG, name)
+        for name in ("gelu", "gelu_pytorch_tanh", "relu")
+        for tp in (1, 2)
+    ),
+    *(
+        Feature(f"{name}-tp{tp}", {"tp_degree": tp}, SHORT_AND_LONG, name)
+        for name in ("odd-intermediate", "odd-intermediate-biases")
+        for tp in (2, 4)
+    ),
+    Feature("all-rope", {"tp_degree": 2, "fused_qkv": True}, SHORT_AND_LONG, "all-rope"),
     Feature("window-as-long-as-the-cache", {"seq_len": 16, "batch_size": 1}, [prompt(9)], "window", new_tokens=8),
 ]
 
 
 def pytest_generate_tests(metafunc):
+    if "feature" not in metafunc.fixturenames:
+        return
     places = [CPU, *metafunc.config.nxd_releases]
     metafunc.parametrize("place, feature", [
         pytest.param(place, feature, id=f"{getattr(place, 'version', place)}-{feature.name}")
@@ -141,3 +157,18 @@ def test_tokens_equal_transformers(place, feature, on_sources, random_checkpoint
         result = on_sources(place, feature)
     assert "error" not in result, result["error"]
     assert result["tokens"] == feature.expected(random_checkpoints)
+
+
+def test_all_rope_is_a_llama(random_checkpoints):
+    """A Llama with the weights of "all-rope" has its tokens: so those of the feature above are a Llama's."""
+    from smollm3_neuron.hf_config import REQUIRED, read_config
+
+    folder = random_checkpoints["all-rope"]
+    config = read_config(folder)
+    names = (*REQUIRED, "rope_theta", "head_dim", "attention_bias", "mlp_bias", "tie_word_embeddings")
+    llama = LlamaForCausalLM(LlamaConfig(**{name: config[name] for name in names})).eval()
+    missing = llama.load_state_dict(load_file(f"{folder}/model.safetensors"), strict=False)
+    assert (missing.missing_keys, missing.unexpected_keys) == (["lm_head.weight"], [])
+    llama.tie_weights()
+    tokens = llama.generate(torch.tensor([SHORT_AND_LONG[1]]), do_sample=False, max_new_tokens=24, eos_token_id=None, pad_token_id=0)
+    assert tokens[0, 40:].tolist() == reference_tokens(folder, tuple(SHORT_AND_LONG[1]), 24, ())

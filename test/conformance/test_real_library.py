@@ -26,7 +26,12 @@ class Cell:
 TINY_CELLS = [
     Cell("tiny", tp, fused, batch) for tp in (1, 2, 4, 8) for fused in (False, True) for batch in (1, 2)
 ]
-ELSEWHERE = ("listed-inverted", "one-token", "12-heads-4-kv", "window", "window-listed", "window-everywhere")  # not in the matrix of TP 1 and 2
+# not in the matrix of TP 1 and 2; the second line: in test_features.py
+ELSEWHERE = (
+    "listed-inverted", "one-token", "12-heads-4-kv",
+    "window", "window-listed", "window-everywhere", "gelu", "gelu_pytorch_tanh", "relu", "odd-intermediate",
+    "odd-intermediate-biases",
+)
 RANDOM_CELLS = [Cell(name, tp, fused=tp == 2) for name in RANDOM if name not in ELSEWHERE for tp in (1, 2)] + [
     Cell("plain", 3), Cell("plain", 3, fused=True), Cell("9-heads-3-kv", 2), Cell("odd-vocabulary", 4),
     Cell("one-token", 1), Cell("one-token", 2, batch=1),

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from .errors import SmolLM3Error
-from .sharding import ShardingPlan, source_num_key_value_heads
+from .sharding import ShardingPlan, padded, source_num_key_value_heads
 
 logger = logging.getLogger("Neuron")
 
@@ -129,6 +129,10 @@ def to_neuron_state_dict(state_dict: dict[str, torch.Tensor], config: Any) -> di
             expand_kv_heads(state_dict, attention, plan)
         if config.neuron_config.fused_qkv:
             fuse_qkv(state_dict, attention)
+        for name in (f"layers.{layer_idx}.mlp.{linear}.bias" for linear in ("gate_proj", "up_proj") if config.mlp_bias):
+            # the library pads the weights beside them and not these
+            size = config.intermediate_size
+            state_dict[name] = torch.nn.functional.pad(state_dict[name], (0, padded(size, tp_degree) - size))
         # one tensor per key: safetensors refuses names that share memory
         state_dict[f"{attention}.rank_util.rank"] = torch.arange(tp_degree, dtype=torch.int32)
     state_dict["rank_util.rank"] = torch.arange(tp_degree, dtype=torch.int32)

@@ -22,7 +22,7 @@ POSITIVE_INTEGERS = (
     "max_position_embeddings",
 )
 REQUIRED = (*POSITIVE_INTEGERS, "rms_norm_eps", "hidden_act")
-HIDDEN_ACTS = ("silu",)
+HIDDEN_ACTS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")  # the ones tested
 DTYPES = ("bfloat16", "float16", "float32")
 LAYER_TYPES = ("full_attention", "sliding_attention")
 # rope_scaling's keys beside rope_type: those that must be there, those that may be

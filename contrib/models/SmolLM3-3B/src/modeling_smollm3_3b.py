@@ -68,7 +68,7 @@ class SmolLM3InferenceConfig(InferenceConfig):
     def validate_config(self):
         super().validate_config()
         check_sliding_window(self)
-        check_switches(self.neuron_config, self.no_rope_layers, installed_release())
+        check_switches(self.neuron_config, self.no_rope_layers, self.hidden_act, installed_release())
         check_sequence_parallel(self.neuron_config)
 
     def sharding_plan(self) -> ShardingPlan:

@@ -111,7 +111,6 @@ class _Source:
 
 def _chunks(tensor: torch.Tensor, part: Part, torch_dtype: torch.dtype) -> Iterator[torch.Tensor]:
     """The part's bytes in order: contiguous tensors of at most about CHUNK bytes."""
-    fill = torch.finfo(torch_dtype).min if part.lowest else 0.0
     if part.dim == 0:
         row = tensor[:1].numel() * torch_dtype.itemsize
         step = max(1, CHUNK // row)
@@ -119,7 +118,7 @@ def _chunks(tensor: torch.Tensor, part: Part, torch_dtype: torch.dtype) -> Itera
             for at in range(0, length, step):
                 count = min(step, length - at)
                 if first is None:
-                    yield torch.full((count, *tensor.shape[1:]), fill, dtype=torch_dtype)
+                    yield torch.zeros((count, *tensor.shape[1:]), dtype=torch_dtype)
                 else:
                     yield tensor[first + at : first + at + count].to(torch_dtype).contiguous()
         return
@@ -128,7 +127,7 @@ def _chunks(tensor: torch.Tensor, part: Part, torch_dtype: torch.dtype) -> Itera
     for at in range(0, len(tensor), step):
         rows = tensor[at : at + step]
         columns = [
-            rows.new_full((len(rows), length), fill) if first is None else rows[:, first : first + length]
+            rows.new_zeros((len(rows), length)) if first is None else rows[:, first : first + length]
             for first, length in part.spans
         ]
         yield (columns[0] if len(columns) == 1 else torch.cat(columns, 1)).to(torch_dtype).contiguous()

@@ -91,7 +91,6 @@ class Part:
     source: str
     dim: int
     spans: tuple[Span, ...]
-    lowest: bool = False  # NxD pads the bias of a column-parallel linear with the dtype's lowest number, all else with 0
 
 
 @dataclass(frozen=True)
@@ -122,11 +121,11 @@ def rank_outputs(
     def whole(name: str, target: str | None = None) -> None:
         add(target or name, (hidden,), Part(name, 0, ((0, hidden),)))
 
-    def cut(name: str, source: str, dim: int, size: int, other: int, lowest: bool = False) -> None:
+    def cut(name: str, source: str, dim: int, size: int, other: int) -> None:
         length = padded(size, tp_degree) // tp_degree
         spans = _within(rank * length, length, size)
         shape = (length,) if other == 0 else (length, other) if dim == 0 else (other, length)
-        add(name, shape, Part(source, dim, spans, lowest))
+        add(name, shape, Part(source, dim, spans))
 
     embed = "embed_tokens.weight"
     if vocab_parallel:
@@ -161,7 +160,7 @@ def rank_outputs(
             linear = f"{layer}.mlp.{name}"
             cut(f"{linear}.weight", f"{linear}.weight", 0, config.intermediate_size, hidden)
             if config.mlp_bias:
-                cut(f"{linear}.bias", f"{linear}.bias", 0, config.intermediate_size, 0, lowest=True)
+                cut(f"{linear}.bias", f"{linear}.bias", 0, config.intermediate_size, 0)
         cut(f"{layer}.mlp.down_proj.weight", f"{layer}.mlp.down_proj.weight", 1, config.intermediate_size, hidden)
         if config.mlp_bias:
             whole(f"{layer}.mlp.down_proj.bias")

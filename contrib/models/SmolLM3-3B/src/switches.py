@@ -11,6 +11,7 @@ from .errors import SmolLM3Error
 
 NEEDS_V3 = "its kernel needs NeuronCore v3, trn1 and inf2 have v2"
 NO_SPECULATION = "speculative decoding was never checked with this model"
+SILU_KERNELS = ("mlp_kernel_enabled", "mlp_tkg_nki_kernel_enabled", "quantized_mlp_kernel_enabled")
 RESIDUAL = "the decoder layer adds its residuals itself, so they would be missing or added twice"
 
 
@@ -49,12 +50,15 @@ REFUSED = (
 )  # fmt: skip
 
 
-def check_switches(neuron_config: Any, no_rope_layers: Sequence[int], release: str | None) -> None:
+def check_switches(neuron_config: Any, no_rope_layers: Sequence[int], hidden_act: str, release: str | None) -> None:
     """SmolLM3Error where a switch would run wrong. `release`: NxD Inference's, e.g. "0.8.0"; None: unknown, so any."""
     if neuron_config.padding_side != "right":
         raise SmolLM3Error(
             f"padding_side is {neuron_config.padding_side!r}, allowed is 'right': leave it out and pad prompts on the right"
         )
+    for name in SILU_KERNELS:
+        if getattr(neuron_config, name, None) and hidden_act != "silu":
+            raise SmolLM3Error(f"{name} is on, but its kernel computes silu and hidden_act is {hidden_act!r}; leave it out")
     for refusal in REFUSED:
         value = getattr(neuron_config, refusal.name, None)
         of_release = release is None or ".".join(release.split(".")[:2]) in refusal.releases

@@ -127,7 +127,7 @@ def test_layer_types_are_transformers(changes):
         ({"rope_parameters": {"rope_type": "su", "rope_theta": 5e6}}, ["rope_parameters.rope_type is 'su'"]),
         ({"rope_scaling": "yarn"}, ["rope_scaling is 'yarn'", "object"]),
         ({"head_dim": 7}, ["head_dim is 7", "even"]),
-        ({"hidden_act": "gelu"}, ["hidden_act is 'gelu'", "'silu'"]),
+        ({"hidden_act": "mish"}, ["hidden_act is 'mish'", "'silu'"]),
         ({"attention_bias": "no"}, ["attention_bias is 'no'", "true or false"]),
         ({"use_sliding_window": True, "sliding_window": 1}, ["sliding_window is 1", "at least 2"]),
         ({"layer_types": ["sliding_attention"] * 36}, ["layer_types has 'sliding_attention'", "use_sliding_window is False"]),

@@ -7,8 +7,8 @@ from smollm3_neuron.switches import REFUSED, check_sequence_parallel, check_swit
 MIXED, ROTARY = [1, 0], [1, 1]
 
 
-def check(layers=MIXED, release="0.8.0", **switches):
-    check_switches(SimpleNamespace(**{"padding_side": "right", **switches}), layers, release)
+def check(layers=MIXED, release="0.8.0", hidden_act="silu", **switches):
+    check_switches(SimpleNamespace(**{"padding_side": "right", **switches}), layers, hidden_act, release)
 
 
 @pytest.mark.parametrize("refusal", REFUSED, ids=lambda refusal: f"{refusal.name}-{refusal.releases[0]}")
@@ -30,6 +30,12 @@ def test_a_switch_that_is_wrong_in_one_release_only():
     check(release="0.8.0", attn_tkg_nki_kernel_enabled=True)
     with pytest.raises(SmolLM3Error, match="attn_tkg_nki_kernel_enabled"):
         check(release="0.9.0", attn_tkg_nki_kernel_enabled=True)
+
+
+def test_kernels_that_compute_silu():
+    check(mlp_kernel_enabled=True)
+    with pytest.raises(SmolLM3Error, match="mlp_kernel_enabled is on.* hidden_act is 'gelu'"):
+        check(hidden_act="gelu", mlp_kernel_enabled=True)
 
 
 def test_left_padding():
