@@ -135,14 +135,17 @@ class Artifact:
             raise SmolLM3Error(f"{self.path}: no tokenizer.json in it; the checkpoint had none")
         return AutoTokenizer.from_pretrained(self.path)
 
+    def generation_config(self) -> dict[str, Any]:
+        """The checkpoint's generation_config.json; empty where it had none."""
+        path = self.path / "generation_config.json"
+        return json.loads(path.read_text()) if path.is_file() else {}
+
     def eos_token_ids(self) -> list[int]:
         """Of generation_config.json, else of the config."""
-        for name in ("generation_config.json", "neuron_config.json"):
-            if (self.path / name).is_file():
-                eos = json.loads((self.path / name).read_text()).get("eos_token_id")
-                if eos is not None:
-                    return eos if isinstance(eos, list) else [eos]
-        return []
+        eos = self.generation_config().get("eos_token_id")
+        if eos is None:
+            eos = json.loads((self.path / "neuron_config.json").read_text()).get("eos_token_id")
+        return [] if eos is None else eos if isinstance(eos, list) else [eos]
 
     def graph_files(self) -> list[str]:
         """What `compile` wrote: all but the weights and what was copied from the checkpoint."""
