@@ -55,17 +55,17 @@ def stop(process: subprocess.Popen) -> None:
     process.wait()
 
 
-def offline(job: dict, scratch: Path, env: dict[str, str]) -> list[list[dict]]:
-    """The rounds of offline.py; RuntimeError with the end of its log if it fails."""
+def run(script: str, job: dict, scratch: Path, env: dict[str, str]):
+    """What a script of this folder (offline.py, look_up.py) answers to a job; RuntimeError with the end of its log."""
     scratch.mkdir(parents=True, exist_ok=True)
     (scratch / "job.json").write_text(json.dumps({**job, "out": str(scratch / "out.json")}))
-    process = start([HERE / "offline.py", scratch / "job.json"], scratch / "log", env)
+    process = start([HERE / script, scratch / "job.json"], scratch / "log", env)
     try:
         code = process.wait(TIMEOUT)
     finally:
         stop(process)
     if code:
-        raise RuntimeError(f"the engine ended with {code}:\n{(scratch / 'log').read_text()[-6000:]}")
+        raise RuntimeError(f"{script} ended with {code}:\n{(scratch / 'log').read_text()[-6000:]}")
     return json.loads((scratch / "out.json").read_text())
 
 

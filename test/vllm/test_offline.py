@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 from reference import make_checkpoint, reference_model
-from serving import environment, offline
+from serving import environment, run
 
 pytestmark = pytest.mark.vllm
 ENGINE = dict(
@@ -40,7 +40,7 @@ def expected(checkpoint: str, prompts: list[list[int]], lengths: list[int]) -> l
     return tokens
 
 
-def run(release, vllm_neuron, scratch, checkpoint, prompts, lengths, override, rounds=1, **engine):
+def generate(release, vllm_neuron, scratch, checkpoint, prompts, lengths, override, rounds=1, **engine):
     config = {"override_neuron_config": override} if override else {}
     job = {
         "engine": {"model": checkpoint, **ENGINE, "additional_config": config, **engine},
@@ -48,7 +48,7 @@ def run(release, vllm_neuron, scratch, checkpoint, prompts, lengths, override, r
         "params": [{"temperature": 0, "max_tokens": n, "ignore_eos": True, "detokenize": False} for n in lengths],
         "rounds": rounds,
     }
-    return offline(job, scratch, environment(release, vllm_neuron, scratch, VLLM_ENABLE_V1_MULTIPROCESSING="0"))
+    return run("offline.py", job, scratch, environment(release, vllm_neuron, scratch, VLLM_ENABLE_V1_MULTIPROCESSING="0"))
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def run(release, vllm_neuron, scratch, checkpoint, prompts, lengths, override, r
 )
 def test_more_requests_than_slots(release, vllm_neuron, tmp_path, checkpoint, tp, override):
     prompts, lengths = requests()
-    (answers,) = run(release, vllm_neuron, tmp_path, checkpoint, prompts, lengths, override, tensor_parallel_size=tp)
+    (answers,) = generate(release, vllm_neuron, tmp_path, checkpoint, prompts, lengths, override, tensor_parallel_size=tp)
     assert [answer["tokens"] for answer in answers] == expected(checkpoint, prompts, lengths)
 
 
@@ -68,7 +68,7 @@ def test_prefix_cache_hits(release, vllm_neuron, tmp_path, checkpoint):
     prompts = [start[:length] + [generator.randrange(1, 256) for _ in range(more)] for length, more in
                ((69, 20), (69, 3), (64, 1), (40, 30), (0, 50), (69, 90))]  # fmt: skip
     lengths = [24, 30, 9, 24, 12, 24]
-    rounds = run(
+    rounds = generate(
         release, vllm_neuron, tmp_path, checkpoint, prompts, lengths, ON_HOST, rounds=2, enable_prefix_caching=True,
         block_size=BLOCK,
     )  # fmt: skip
@@ -80,5 +80,5 @@ def test_prefix_cache_hits(release, vllm_neuron, tmp_path, checkpoint):
 def test_one_slot(release, vllm_neuron, tmp_path, checkpoint):
     """max_num_seqs 1 is compiled without continuous batching."""
     prompts, lengths = requests()
-    (answers,) = run(release, vllm_neuron, tmp_path, checkpoint, prompts, lengths, ON_HOST, max_num_seqs=1)
+    (answers,) = generate(release, vllm_neuron, tmp_path, checkpoint, prompts, lengths, ON_HOST, max_num_seqs=1)
     assert [answer["tokens"] for answer in answers] == expected(checkpoint, prompts, lengths)

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Callable, Iterator, TextIO
 
-from . import __version__, hf_config
+from . import __version__, chat, hf_config
 from .errors import SmolLM3Error
 from .sharding import ShardingPlan
 
@@ -224,6 +224,7 @@ def compile_artifact(
         for file in TOKENIZER_FILES:
             if (folder / file).is_file():
                 shutil.copyfile(folder / file, staging / file)
+        chat.write_vllm_template(folder, staging)
         on_step("writing artifact.json")
         others = {p.relative_to(staging).as_posix() for p in staging.rglob("*") if p.is_file()} - weights.keys()
         files = {file: {"size": (staging / file).stat().st_size, "sha256": sha256(staging / file)} for file in others}

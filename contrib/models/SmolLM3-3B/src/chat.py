@@ -12,6 +12,7 @@ from typing import Any, Mapping, Sequence
 
 from .errors import SmolLM3Error
 
+VLLM_TEMPLATE = "vllm_chat_template.jinja"
 VARIABLES = ("enable_thinking", "custom_instructions", "tools", "xml_tools", "python_tools", "today")
 # SmolLM3's template reads `xml_tools` and `python_tools`, and `role` and `content` of each message; its flags are cut
 # out of the system message wherever their letters stand. It calls strftime_now for the date.
@@ -88,6 +89,17 @@ def render(tokenizer, messages: Sequence[Mapping[str, Any]], **variables: Any) -
         )
     except TemplateError as error:
         raise SmolLM3Error(str(error)) from None
+
+
+def write_vllm_template(checkpoint: Path, folder: Path) -> None:
+    """The file for vLLM's --chat-template, derived from the checkpoint's template; none where there is none to guard."""
+    template = None
+    if (checkpoint / "chat_template.jinja").is_file():
+        template = (checkpoint / "chat_template.jinja").read_text(encoding="utf-8")
+    elif (checkpoint / "tokenizer_config.json").is_file():
+        template = json.loads((checkpoint / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template")
+    if isinstance(template, str) and guarded_template(template) != template:
+        (folder / VLLM_TEMPLATE).write_text(guarded_template(template), encoding="utf-8")
 
 
 def read_conversation(path: Path) -> dict[str, Any]:
