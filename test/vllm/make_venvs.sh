@@ -19,3 +19,5 @@ make_venv() {
 
 make_venv .venv-vllm 0.11.0.post2
 make_venv .venv-vllm-0.13 0.13.0
+# its server imports them before it knows whether it needs them
+pip --no-deps "llguidance>=1.3,<1.4" xgrammar==0.1.27 lm-format-enforcer==0.11.3 outlines_core==0.2.11 interegular ijson

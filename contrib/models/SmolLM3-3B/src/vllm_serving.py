@@ -56,7 +56,8 @@ def serve_command(artifact: Artifact) -> str:
         words += ["--additional-config", json.dumps({"override_neuron_config": override(settings)})]
     if (folder / VLLM_TEMPLATE).is_file():
         words += ["--chat-template", str(folder / VLLM_TEMPLATE), "--reasoning-parser", "qwen3"]
-        words += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+        words += ["--tool-parser-plugin", str(Path(__file__).with_name("vllm_tool_parser.py"))]
+        words += ["--enable-auto-tool-choice", "--tool-call-parser", "smollm3"]
     return f"{FOLDER}={shlex.quote(str(folder))} {shlex.join(words)}"
 
 
