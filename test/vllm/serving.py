@@ -35,7 +35,7 @@ def missing(sources: list[str], releases: list[Release]) -> str | None:
 
 
 def environment(release: Release, vllm_neuron: str, scratch: Path, **more) -> dict[str, str]:
-    paths = [HERE, HERE.parent / "conformance", vllm_neuron, release.nxd, release.nxdi]
+    paths = [HERE / "no_device", HERE.parent / "conformance", vllm_neuron, release.nxd, release.nxdi]
     return {
         **{name: value for name, value in os.environ.items() if not name.startswith(("NEURON_", "VLLM_"))},
         "PYTHONPATH": ":".join(map(str, paths)), "VLLM_CACHE_ROOT": str(scratch / "cache"), "HF_HUB_OFFLINE": "1",

@@ -61,7 +61,7 @@ def test_the_template_file_gets_every_variable(tokenizer, variables):
     expected = chat.render(tokenizer, [USER], **variables)
     tools, template = variables.pop("tools", None), chat.guarded_template(tokenizer.chat_template)
     prompt = apply_hf_chat_template(
-        tokenizer, [USER], template, tools, model_config=SimpleNamespace(trust_remote_code=False), tokenize=False,
+        tokenizer, [USER], template, tools, model_config=SimpleNamespace(trust_remote_code=False),
         add_generation_prompt=True, **variables,
     )  # fmt: skip
     assert prompt == expected
