@@ -124,6 +124,10 @@ def test_compile_refuses_a_broken_checkpoint(checkpoint, tmp_path, what, parts):
         (["1+1=", "--temperature", "-1"], ["temperature is -1.0"]),
         (["1+1=", "--top-p", "2", "--temperature", "1"], ["top_p is 2.0"]),
         (["1+1=", "--no-think"], ["--chat"]),
+        (["--messages", "a.json"], ["--messages", "add --chat"]),
+        (["1+1=", "--chat", "--messages", "a.json"], ["not both"]),
+        ([], ["give prompts"]),
+        (["--chat", "--messages", "/no/such/file"], ["/no/such/file: No such file"]),
         (["1+1=", "--device", "neuron"], ["Neuron SDK is not installed"]),
     ],
 )
@@ -156,6 +160,28 @@ def test_chat_in_both_modes(artifact):
     for mode in ("--think", "--no-think"):
         done = run("generate", artifact, "What is 3+4?", "--chat", mode, "--max-new-tokens", "8")
         assert done.returncode == 0 and done.stdout.strip(), done.stderr
+
+
+def test_a_chat_samples_as_the_checkpoint_asks(artifact, tmp_path):
+    conversation = tmp_path / "conversation.json"
+    messages = [{"role": "system", "content": "/no_think"}, {"role": "user", "content": "12+9= 3+4= 1 * 1 ="}]
+    conversation.write_text(json.dumps(messages))
+
+    def answer(*args):
+        done = run("generate", artifact, "--chat", "--messages", conversation, "--max-new-tokens", "24", *args)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    asked = json.loads((artifact / "generation_config.json").read_text())
+    assert asked["do_sample"] and answer() == answer("--temperature", asked["temperature"], "--top-p", asked["top_p"])
+    seeds = {answer("--temperature", "3", "--top-p", "1", "--seed", seed) for seed in (1, 2)}
+    assert len(seeds) == 2 and answer("--temperature", "0") not in seeds
+
+
+def test_more_tokens_than_the_context_has_left_are_said(artifact):
+    done = run("generate", artifact, "1+1=", "--max-new-tokens", "1000")
+    assert done.returncode == 0 and "--max-new-tokens 1000, but prompt 0 leaves" in done.stderr
+    assert "note:" not in run("generate", artifact, "1+1=", "--max-new-tokens", "16").stderr
 
 
 def test_the_same_again_is_recognised_at_once(artifact):

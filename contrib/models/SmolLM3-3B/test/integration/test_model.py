@@ -139,6 +139,15 @@ def test_a_batch_gives_each_prompt_what_it_gets_alone(model, tokenizer, eos):
     assert together == [generate(model, [prompt], 16, barred_token_ids=eos)[0].tokens for prompt in prompts]
 
 
+def test_an_eos_in_the_history_is_attended_even_where_it_is_the_padding(model, reference, tokenizer, eos):
+    """As every turn of a chat ends in one; the mask goes by lengths, not by the token."""
+    prompts = [tokenizer(text)["input_ids"] for text in ("1+1=2<|im_end|>\n2+2=", "3+4=7<|im_end|><|im_end|>")]
+    prompts.append([*prompts[0], *prompts[1]])
+    assert all(eos[0] in prompt for prompt in prompts)
+    results = generate(model, prompts, 16, barred_token_ids=eos, pad_token_id=eos[0])
+    assert [r.tokens for r in results] == [reference_generate(reference, p, 16, eos).tokens for p in prompts]
+
+
 def test_sampling_repeats_with_a_seed(model, tokenizer, eos):
     prompt = tokenizer(["1+1="])["input_ids"]
     runs = [generate(model, prompt, 16, barred_token_ids=eos, sampling=Sampling(3.0, seed=s))[0].tokens for s in (1, 1, 2, 3)]
