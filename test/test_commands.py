@@ -48,6 +48,8 @@ def compiled(tmp_path: Path) -> list[str]:
     [
         (["--model", "/no/such/folder"], ["/no/such/folder: no such folder", "tiny"]),
         (["--model", "nosuchmodel"], ["nosuchmodel: no such folder"]),
+        (["--model", "folder/SmolLM3.Q8_0.gguf"], ["SmolLM3.Q8_0.gguf: GGUF is not read", "safetensors"]),
+        (["--model", "ggml-org/SmolLM3-3B-GGUF"], ["ggml-org/SmolLM3-3B-GGUF: GGUF is not read", "HuggingFaceTB/SmolLM3-3B"]),
         (["--tp", "0"], ["tp_degree is 0", "1 to 32"]),
         (["--tp", "33"], ["tp_degree is 33", "1 to 32"]),
         (["--seq-len", "1"], ["seq_len is 1", "from 2 to 4096"]),

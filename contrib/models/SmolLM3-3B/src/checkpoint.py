@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from .errors import SmolLM3Error
+from .hf_config import INSTEAD, check_format
 from .sharding import ShardingPlan, padded, source_num_key_value_heads
 
 logger = logging.getLogger("Neuron")
@@ -22,6 +23,11 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 PREFIX = "model."
 LEFTOVER = "rotary_emb.inv_freq"  # a buffer that old versions of transformers saved
+STORED_DTYPES = ("BF16", "F16", "F32")
+# by their last part: what gptq and awq, bitsandbytes, compressed-tensors and fp8 checkpoints hold beside or for a weight
+QUANTIZED_TENSORS = (
+    "qweight", "qzeros", "scales", "g_idx", "absmax", "quant_map", "SCB", "weight_packed", "weight_scale", "weight_scale_inv",
+)  # fmt: skip
 
 
 def checkpoint_files(folder: str | Path) -> dict[str, Path]:
@@ -37,9 +43,8 @@ def checkpoint_files(folder: str | Path) -> dict[str, Path]:
     elif (folder / SINGLE).is_file():
         files = {name: folder / SINGLE for name in _names_in(folder / SINGLE)}
     else:
-        others = sorted(p.name for pattern in ("*.bin", "*.gguf", "*.msgpack", "*.h5") for p in folder.glob(pattern))
-        found = f"found {', '.join(others)}; " if others else ""
-        raise SmolLM3Error(f"{folder}: neither {INDEX} nor {SINGLE} there; {found}only safetensors are read")
+        check_format(folder)
+        raise SmolLM3Error(f"{folder}: neither {INDEX} nor {SINGLE} there; only safetensors are read")
     for file in sorted(set(files.values())):
         if not file.is_file():
             raise SmolLM3Error(f"{file}: missing, but {INDEX} names it; download it again")
@@ -89,7 +94,12 @@ def check_checkpoint(folder: str | Path, config: Any) -> dict[str, Path]:
         with safe_open(file, framework="pt") as tensors:
             for name, where in files.items():
                 if where == file:
-                    shapes[_plain(name)] = tuple(tensors.get_slice(name).get_shape())
+                    stored = tensors.get_slice(name)
+                    if stored.get_dtype() not in STORED_DTYPES or name.split(".")[-1] in QUANTIZED_TENSORS:
+                        raise SmolLM3Error(
+                            f"{file}: {name} is {stored.get_dtype()}, as in a quantized checkpoint, which is not read; {INSTEAD}"
+                        )
+                    shapes[_plain(name)] = tuple(stored.get_shape())
     _check_names(shapes, config, str(folder))
     for name, shape in expected_shapes(config).items():
         if shapes[name] != shape:
