@@ -32,6 +32,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--context-encoding-buckets", type=int, nargs="+", metavar="N", help="lengths of prompts")
     parser.add_argument("--token-generation-buckets", type=int, nargs="+", metavar="N", help="lengths of the cache")
     parser.add_argument("--on-device-sampling-config", type=json_object, metavar="JSON", help='{"dynamic": true}: sample on the device')
+    parser.add_argument("--quantized", action="store_true", help="weights in 8 bits, quantized while they are sharded; not on the CPU")
+    parser.add_argument("--quantization-type", default=Settings.quantization_type, help="or per_channel_symmetric (default: %(default)s)")
+    parser.add_argument("--quantization-dtype", default=Settings.quantization_dtype, help="or f8e4m3 (default: %(default)s)")
+    parser.add_argument("--modules-to-not-convert", nargs="+", metavar="NAME", help="parts of names of projections to leave as they are")
+    parser.add_argument("--merge-adapter", type=Path, metavar="FOLDER", help="a PEFT LoRA adapter to merge into the weights")
     parser.add_argument("--weights-only", action="store_true", help="keep the artifact's graphs, shard the weights again")
     parser.add_argument("--output", type=Path, help="artifact folder (default: artifacts/MODEL-tpN)")
     common.add_device(parser)
@@ -94,6 +99,10 @@ def main() -> None:
         context_encoding_buckets=args.context_encoding_buckets,
         token_generation_buckets=args.token_generation_buckets,
         on_device_sampling_config=args.on_device_sampling_config,
+        quantized=args.quantized,
+        quantization_type=args.quantization_type,
+        quantization_dtype=args.quantization_dtype,
+        modules_to_not_convert=args.modules_to_not_convert,
     )
     if args.device == "hlo":
         return lower(args, settings)
@@ -128,6 +137,7 @@ def main() -> None:
             name=name,
             revision=revision,
             weights_only=args.weights_only,
+            merge_adapter=args.merge_adapter,
             on_step=on_step,
             on_bytes=on_bytes,
         )

@@ -119,9 +119,14 @@ def library_sharder(model, folder):
 
 
 def shard(model_cls, job, rank, out, sharder=library_sharder):
-    """One dict of digests per rank."""
-    with tempfile.TemporaryDirectory(dir=out) as scratch:
+    """One dict of digests per rank. The library shards a quantized model from a checkpoint that it quantized itself."""
+    with tempfile.TemporaryDirectory(dir=out) as scratch, tempfile.TemporaryDirectory(dir=out) as quantized:
         folder = Path(out) / job["name"] if job.get("keep") else Path(scratch)
-        sharder(build(model_cls, job), str(folder))
+        if job["neuron"].get("quantized"):
+            job = {**job, "neuron": {**job["neuron"], "quantized_checkpoints_path": quantized}}
+        model = build(model_cls, job)
+        if job["neuron"].get("quantized") and sharder is library_sharder:
+            model_cls.save_quantized_state_dict(job["checkpoint"], model.config)
+        sharder(model, str(folder))
         files = [folder / f"tp{r}_sharded_checkpoint.safetensors" for r in range(job["neuron"]["tp_degree"])]
         return {"digests": [{name: digest(t) for name, t in sorted(load_file(file).items())} for file in files]}

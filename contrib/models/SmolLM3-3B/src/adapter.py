@@ -1,0 +1,166 @@
+"""A PEFT LoRA adapter and what merging it makes of a checkpoint's tensors.
+
+Reference: PEFT's `merge_and_unload` on transformers. Of tied embeddings PEFT would change both when it merges one; here
+the embedding and the head change each for itself, as in PEFT's forward before merging, which is what was trained.
+"""
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from .artifact import sha256
+from .checkpoint import expected_shapes
+from .errors import SmolLM3Error
+from .rows import MergedRows
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# what these do is read here, or shows in the tensors, or was over when training ended; any other field must be unset
+UNDERSTOOD = {
+    "peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "init_lora_weights",
+    "target_modules", "exclude_modules", "modules_to_save", "layers_to_transform", "layers_pattern", "bias", "lora_bias",
+    "fan_in_fan_out", "ensure_weight_tying", "auto_mapping", "base_model_name_or_path", "revision", "task_type",
+    "inference_mode", "lora_dropout", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "velora_config",
+    "megatron_core", "qalora_group_size", "runtime_config", "peft_version",
+}  # fmt: skip
+KEEPS_THE_WEIGHTS = (True, False, None, "gaussian", "eva", "orthogonal")
+# end of a tensor's name -> what it is to the tensor that stands first
+ROLES = {
+    ".lora_A.weight": (".weight", "a"),
+    ".lora_B.weight": (".weight", "b"),
+    ".lora_B.bias": (".bias", "added"),
+    ".lora_embedding_A": (".weight", "embedding_a"),
+    ".lora_embedding_B": (".weight", "embedding_b"),
+    ".lora_magnitude_vector": (".weight", "magnitude"),
+    ".lora_magnitude_vector.weight": (".weight", "magnitude"),
+}
+
+
+class Adapter:
+    """The adapter in `folder` after checking that it fits a checkpoint with these resolved values (see hf_config.py).
+
+    `identity` tells it from any other. Raises SmolLM3Error for what cannot be merged.
+    """
+
+    def __init__(self, folder: str | Path, config: Any):
+        self.folder = Path(folder)
+        self.values = self._read_config()
+        try:
+            self.file = safe_open(self.folder / WEIGHTS, framework="pt")
+            keys = list(self.file.keys())
+        except FileNotFoundError:
+            raise SmolLM3Error(f"{folder}: no {WEIGHTS} there; save the adapter with safetensors") from None
+        except (SafetensorError, OSError) as error:
+            raise SmolLM3Error(f"{self.folder / WEIGHTS}: not a whole safetensors file ({error}); copy it again") from None
+        self.roles: dict[str, dict[str, str]] = {}
+        for key in keys:
+            name, role = _target(key)
+            self.roles.setdefault(name, {})[role] = key
+        self.scaling = {name: self._scaling(name, roles) for name, roles in self.roles.items()}
+        self._check(config)
+        self.identity = {"folder": str(self.folder), **{name: sha256(self.folder / name) for name in (CONFIG, WEIGHTS)}}
+
+    def merged(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> Any:
+        """`tensor`, the checkpoint's of that name (without prefix), with the adapter merged: a tensor, or MergedRows."""
+        roles = self.roles.get(name, {})
+        if "replaced" in roles:
+            tensor = self._tensor(roles["replaced"])
+        if "added" in roles:
+            return tensor.to(dtype) + self._tensor(roles["added"]).float() * self.scaling[name]
+        if "embedding_a" in roles:
+            a, b = self._tensor(roles["embedding_b"]).T, self._tensor(roles["embedding_a"]).T
+        elif "a" in roles:
+            a, b = self._tensor(roles["a"]), self._tensor(roles["b"])
+        else:
+            return tensor
+        magnitude = self._tensor(roles["magnitude"]) if "magnitude" in roles else None
+        return MergedRows(tensor, a, b, self.scaling[name], magnitude, dtype)
+
+    def _tensor(self, key: str) -> torch.Tensor:
+        return self.file.get_tensor(key)
+
+    def _shape(self, key: str) -> tuple[int, ...]:
+        return tuple(self.file.get_slice(key).get_shape())
+
+    def _read_config(self) -> dict[str, Any]:
+        path = self.folder / CONFIG
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except (FileNotFoundError, NotADirectoryError):
+            raise SmolLM3Error(f"{self.folder}: no {CONFIG} there; pass the folder of a PEFT adapter") from None
+        except ValueError as error:
+            raise SmolLM3Error(f"{path}: not valid JSON ({error}); copy the file again") from None
+        if not isinstance(values, dict) or values.get("peft_type") != "LORA":
+            found = values.get("peft_type") if isinstance(values, dict) else values
+            raise SmolLM3Error(f"{path}: peft_type is {found!r}, only 'LORA' can be merged")
+        for name, value in values.items():
+            if value and name not in UNDERSTOOD:
+                raise SmolLM3Error(f"{path}: {name} is {value!r}, which cannot be merged into the weights here")
+        if values.get("init_lora_weights") not in KEEPS_THE_WEIGHTS:
+            raise SmolLM3Error(
+                f"{path}: init_lora_weights is {values['init_lora_weights']!r}: the adapter was trained on changed weights, not the "
+                "checkpoint's; save it with PEFT's path_initial_model_for_weight_conversion"
+            )
+        return values
+
+    def _scaling(self, name: str, roles: dict[str, str]) -> float:
+        """lora_alpha over the rank, or its root; of the patterns the first that fits the module's name."""
+        module = name.rpartition(".")[0]
+        module = module if module == "lm_head" else f"model.{module}"
+        alpha, rank = (self._of_pattern(*names, module) for names in (("alpha_pattern", "lora_alpha"), ("rank_pattern", "r")))
+        if type(alpha) not in (int, float) or type(rank) is not int or rank < 1:
+            raise SmolLM3Error(f"{self.folder / CONFIG}: lora_alpha is {alpha!r} and r {rank!r} for {module}, allowed are numbers")
+        for role in ("a", "embedding_a"):
+            if role in roles and self._shape(roles[role])[0] != rank:
+                raise SmolLM3Error(f"{self.folder}: {roles[role]} has rank {self._shape(roles[role])[0]}, {CONFIG} says {rank}")
+        return alpha / (math.sqrt(rank) if self.values.get("use_rslora") else rank)
+
+    def _of_pattern(self, pattern_name: str, default_name: str, module: str) -> Any:
+        for pattern, value in (self.values.get(pattern_name) or {}).items():
+            try:
+                if re.fullmatch(rf"(.*\.)?({pattern})", module):
+                    return value
+            except re.error as error:
+                raise SmolLM3Error(f"{self.folder / CONFIG}: {pattern_name} has {pattern!r}, no regular expression ({error})") from None
+        return self.values.get(default_name)
+
+    def _check(self, config: Any) -> None:
+        if not self.roles:
+            raise SmolLM3Error(f"{self.folder / WEIGHTS}: no tensors in it")
+        shapes = expected_shapes(config)
+        shapes.setdefault("lm_head.weight", shapes["embed_tokens.weight"])
+        for name, roles in self.roles.items():
+            key = next(iter(roles.values()))
+            if name not in shapes and not ("added" in roles and f"{name.removesuffix('bias')}weight" in shapes):
+                raise SmolLM3Error(f"{self.folder}: {key} changes {name}, which the checkpoint has not")
+            if name not in shapes:
+                raise SmolLM3Error(f"{self.folder}: {key}: lora_bias cannot be merged, the checkpoint's projections have no bias")
+            shape, rank = shapes[name], next((self._shape(roles[a])[0] for a in ("a", "embedding_a") if a in roles), 0)
+            expected = {
+                "replaced": shape, "added": shape, "magnitude": shape[:1], "a": (rank, shape[-1]), "b": (shape[0], rank),
+                "embedding_a": (rank, shape[0]), "embedding_b": (shape[-1], rank),
+            }  # fmt: skip
+            for role, key in roles.items():
+                if self._shape(key) != expected[role]:
+                    raise SmolLM3Error(
+                        f"{self.folder}: {key} has shape {self._shape(key)}, the checkpoint asks for {expected[role]}; it is an "
+                        "adapter of another model"
+                    )
+            for one, other in (("a", "b"), ("embedding_a", "embedding_b")):
+                if (one in roles) != (other in roles):
+                    raise SmolLM3Error(f"{self.folder / WEIGHTS}: {key} is there without its lora_A or lora_B; copy it again")
+            if "magnitude" in roles and "a" not in roles:
+                raise SmolLM3Error(f"{self.folder}: {roles['magnitude']}: use_dora on an embedding is not supported; train without it")
+
+
+def _target(key: str) -> tuple[str, str]:
+    """(name of the checkpoint's tensor, without prefix; role) of an adapter's tensor."""
+    name = key.removeprefix("base_model.model.").removeprefix("model.")
+    for ending, (target, role) in ROLES.items():
+        if name.endswith(ending):
+            return name.removesuffix(ending) + target, role
+    return name.replace(".base_layer.", "."), "replaced"
