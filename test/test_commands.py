@@ -59,6 +59,9 @@ def compiled(tmp_path: Path) -> list[str]:
         (["--dtype", "int8"], ["dtype is 'int8'", "bfloat16"]),
         (["--device", "neuron"], ["Neuron SDK is not installed", "--device cpu"]),
         (["--device", "gpu"], ["device is 'gpu'", "neuron, cpu"]),
+        (["--quantized"], ["quantized: the CPU runtime", "leave it out"]),
+        (["--quantized", "--quantization-dtype", "int4"], ["quantization_dtype is 'int4'", "'int8' or 'f8e4m3'"]),
+        (["--merge-adapter", "/no/such/adapter"], ["/no/such/adapter: no adapter_config.json there"]),
         (["--weights-only"], ["no artifact there whose graphs could be kept"]),
     ],
 )

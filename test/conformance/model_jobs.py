@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 
-def build(model_cls, job):
+def build_config(model_cls, job):
     from neuronx_distributed_inference.utils.hf_adapter import load_pretrained_config
 
     options = {"on_cpu": job["kind"] != "shard", "torch_dtype": "float32", **job["neuron"]}
@@ -24,8 +24,11 @@ def build(model_cls, job):
     options.setdefault("max_context_length", options["seq_len"])
     config_cls = model_cls.get_config_cls()
     neuron_config = config_cls.get_neuron_config_cls()(**options)
-    config = config_cls(neuron_config, load_config=load_pretrained_config(job["checkpoint"]))
-    return model_cls(job["checkpoint"], config)
+    return config_cls(neuron_config, load_config=load_pretrained_config(job["checkpoint"]))
+
+
+def build(model_cls, job):
+    return model_cls(job["checkpoint"], build_config(model_cls, job))
 
 
 def generate_batch(model, job, prompts, forced):
