@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from smollm3_neuron.adapter import Adapter
 from smollm3_neuron.artifact import Settings, compile_artifact
@@ -17,6 +17,8 @@ from smollm3_neuron.hf_config import read_config
 from smollm3_neuron.reference import load_reference
 from smollm3_neuron.runtime import ensure_neuronx
 from transformers import SmolLM3ForCausalLM
+
+from reference import make_adapter
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 PROMPTS = [[7, 45, 101, 9, 200], [250, 3, 77]]
@@ -42,19 +44,6 @@ CASES = {
     "tied head": ("plain", dict(target_modules=["lm_head"])),
     "embeddings and head kept tied": ("plain", dict(target_modules=["embed_tokens"], ensure_weight_tying=True)),
 }
-
-
-def make_adapter(checkpoint, folder, **config):
-    """A random adapter of PEFT's own; every tensor of it different from what it starts with."""
-    base = SmolLM3ForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    model = get_peft_model(base, LoraConfig(**{"r": 4, "lora_alpha": 12, "task_type": "CAUSAL_LM", **config}))
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.save_pretrained(folder)
-    return folder
 
 
 def load_peft(checkpoint, adapter, dtype=torch.float32):

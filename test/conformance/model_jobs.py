@@ -2,7 +2,7 @@
 
 A job is a dict: "name", "kind" (`generate`, `serve` or `shard`), "checkpoint", "neuron" (NeuronConfig's keywords), and for
 generate: "prompts" (token ids; they go in batches of the config's batch_size, right padded), "new_tokens", and
-optionally "sampling_params" (top_k, top_p, temperature per row), "barred" (tokens never chosen), "forced" (per prompt the tokens to feed instead of the model's own choice),
+optionally "sampling_params" (top_k, top_p, temperature per row), "adapter_ids" (per row), "barred" (tokens never chosen), "forced" (per prompt the tokens to feed instead of the model's own choice),
 "logits" (keep them: OUT/NAME.npz holds one [steps, vocabulary] array per prompt); for serve: "prompts", and of each
 request its "lines" of the cache, the step it "comes" at and how many tokens it "stays"; for shard: "keep" (the files).
 """
@@ -44,6 +44,7 @@ def generate_batch(model, job, prompts, forced):
         output = model(
             input_ids=input_ids, attention_mask=mask, position_ids=positions, seq_ids=torch.arange(len(prompts)),
             sampling_params=torch.tensor(job["sampling_params"][: len(prompts)]) if "sampling_params" in job else None,
+            adapter_ids=torch.tensor(job["adapter_ids"][: len(prompts)]) if "adapter_ids" in job else None,
         )
         if job["neuron"].get("on_device_sampling_config"):
             tokens.append(output.hidden_states.flatten().long())

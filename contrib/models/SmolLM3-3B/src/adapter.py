@@ -1,4 +1,4 @@
-"""A PEFT LoRA adapter and what merging it makes of a checkpoint's tensors.
+"""A PEFT LoRA adapter: what merging it makes of a checkpoint's tensors, and whether NxD Inference can serve it unmerged.
 
 Reference: PEFT's `merge_and_unload` on transformers. Of tied embeddings PEFT would change both when it merges one; here
 the embedding and the head change each for itself, as in PEFT's forward before merging, which is what was trained.
@@ -27,6 +27,7 @@ UNDERSTOOD = {
     "inference_mode", "lora_dropout", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "velora_config",
     "megatron_core", "qalora_group_size", "runtime_config", "peft_version",
 }  # fmt: skip
+MERGE_INSTEAD = "merge it with scripts/compile.py --merge-adapter"
 KEEPS_THE_WEIGHTS = (True, False, None, "gaussian", "eva", "orthogonal")
 # end of a tensor's name -> what it is to the tensor that stands first
 ROLES = {
@@ -43,7 +44,7 @@ ROLES = {
 class Adapter:
     """The adapter in `folder` after checking that it fits a checkpoint with these resolved values (see hf_config.py).
 
-    `identity` tells it from any other. Raises SmolLM3Error for what cannot be merged.
+    Raises SmolLM3Error for what cannot be merged.
     """
 
     def __init__(self, folder: str | Path, config: Any):
@@ -62,7 +63,11 @@ class Adapter:
             self.roles.setdefault(name, {})[role] = key
         self.scaling = {name: self._scaling(name, roles) for name, roles in self.roles.items()}
         self._check(config)
-        self.identity = {"folder": str(self.folder), **{name: sha256(self.folder / name) for name in (CONFIG, WEIGHTS)}}
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """What tells it from any other."""
+        return {"folder": str(self.folder), **{name: sha256(self.folder / name) for name in (CONFIG, WEIGHTS)}}
 
     def merged(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> Any:
         """`tensor`, the checkpoint's of that name (without prefix), with the adapter merged: a tensor, or MergedRows."""
@@ -155,6 +160,53 @@ class Adapter:
                     raise SmolLM3Error(f"{self.folder / WEIGHTS}: {key} is there without its lora_A or lora_B; copy it again")
             if "magnitude" in roles and "a" not in roles:
                 raise SmolLM3Error(f"{self.folder}: {roles['magnitude']}: use_dora on an embedding is not supported; train without it")
+
+
+def check_serving(config: Any) -> None:
+    """SmolLM3Error for a `lora_config` (LoraServingConfig) that NxD Inference would serve wrongly, or not at all."""
+    lora_config, neuron_config = config.neuron_config.lora_config, config.neuron_config
+    if not hasattr(lora_config, "target_modules"):  # None, or not made a LoraServingConfig of
+        return
+    if lora_config.batch_size != neuron_config.batch_size:
+        raise SmolLM3Error(f"lora_config.batch_size is {lora_config.batch_size}, it must be batch_size, {neuron_config.batch_size}")
+    if config.hidden_size % neuron_config.tp_degree:
+        raise SmolLM3Error(f"lora_config: tp_degree {neuron_config.tp_degree} does not divide hidden_size, {config.hidden_size}")
+    targets = lora_config.target_modules
+    plan = config.sharding_plan()
+    for names, is_wrong, reason in (
+        (("embed_tokens", "lm_head"), True, "the library leaves it out"),
+        (("q_proj", "k_proj", "v_proj"), neuron_config.fused_qkv, "fused_qkv leaves no such projection, and the library leaves it out"),
+        (
+            ("q_proj", "k_proj", "v_proj", "o_proj"),
+            plan.kv_expansion > 1 or config.num_attention_heads % neuron_config.tp_degree,
+            f"tp_degree {neuron_config.tp_degree} changes the heads, and the adapter's would not be changed with them",
+        ),
+    ):
+        found = [name for name in names if name in targets]
+        if found and is_wrong:
+            raise SmolLM3Error(f"lora_config has an adapter for {found[0]}, but {reason}; {MERGE_INSTEAD}")
+    for folder in {**lora_config.lora_ckpt_paths, **lora_config.lora_ckpt_paths_cpu}.values():
+        if Path(folder).is_dir():
+            _check_served(Adapter(folder, config), lora_config.max_lora_rank)
+
+
+def _check_served(adapter: Adapter, max_lora_rank: int) -> None:
+    for name in ("alpha_pattern", "use_dora", "lora_bias", "modules_to_save"):
+        if adapter.values.get(name):
+            raise SmolLM3Error(
+                f"{adapter.folder / CONFIG}: {name} is {adapter.values[name]!r}, which the library ignores; {MERGE_INSTEAD}"
+            )
+    if not isinstance(adapter.values.get("target_modules"), list) or not adapter.values.get("lora_alpha"):
+        raise SmolLM3Error(
+            f"{adapter.folder / CONFIG}: target_modules must be a list and lora_alpha above 0 for the library; {MERGE_INSTEAD}"
+        )
+    for roles in adapter.roles.values():
+        if set(roles) != {"a", "b"}:
+            raise SmolLM3Error(f"{adapter.folder}: {next(iter(roles.values()))} is ignored by the library; {MERGE_INSTEAD}")
+        if adapter._shape(roles["a"])[0] > max_lora_rank:
+            raise SmolLM3Error(
+                f"{adapter.folder}: {roles['a']} has rank {adapter._shape(roles['a'])[0]}, max_lora_rank is {max_lora_rank}; raise it"
+            )
 
 
 def _target(key: str) -> tuple[str, str]:

@@ -23,6 +23,7 @@ from transformers import SmolLM3ForCausalLM
 from transformers.models.smollm3.modeling_smollm3 import SmolLM3RMSNorm
 
 from . import checkpoint, hf_config
+from .adapter import check_serving
 from .errors import SmolLM3Error
 from .quantization import check_quantization
 from .rope import ScaledRotaryEmbedding
@@ -72,6 +73,7 @@ class SmolLM3InferenceConfig(InferenceConfig):
         check_switches(self.neuron_config, self.no_rope_layers, self.hidden_act, installed_release())
         check_sequence_parallel(self.neuron_config)
         check_quantization(self)
+        check_serving(self)
 
     def sharding_plan(self) -> ShardingPlan:
         """What the TP degree does to the checkpoint's heads."""
