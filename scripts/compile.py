@@ -12,6 +12,7 @@ from pathlib import Path
 import common
 from smollm3_neuron import device, hf_config, models
 from smollm3_neuron.artifact import Settings, compile_artifact
+from smollm3_neuron.quantization import DTYPES, PARTS, TYPES
 from smollm3_neuron.sharding import ShardingPlan
 from tqdm import tqdm
 
@@ -32,10 +33,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--context-encoding-buckets", type=int, nargs="+", metavar="N", help="lengths of prompts")
     parser.add_argument("--token-generation-buckets", type=int, nargs="+", metavar="N", help="lengths of the cache")
     parser.add_argument("--on-device-sampling-config", type=json_object, metavar="JSON", help='{"dynamic": true}: sample on the device')
-    parser.add_argument("--quantized", action="store_true", help="weights in 8 bits, quantized while they are sharded; not on the CPU")
-    parser.add_argument("--quantization-type", default=Settings.quantization_type, help="or per_channel_symmetric (default: %(default)s)")
-    parser.add_argument("--quantization-dtype", default=Settings.quantization_dtype, help="or f8e4m3 (default: %(default)s)")
-    parser.add_argument("--modules-to-not-convert", nargs="+", metavar="NAME", help="parts of names of projections to leave as they are")
+    parser.add_argument("--quantized", action="store_true", help="8-bit weights, quantized while they are sharded; device only")
+    parser.add_argument("--quantization-type", default=Settings.quantization_type, help=f"{' or '.join(TYPES)} (default: %(default)s)")
+    parser.add_argument("--quantization-dtype", default=Settings.quantization_dtype, help=f"{' or '.join(DTYPES)} (default: %(default)s)")
+    parser.add_argument("--modules-to-not-convert", nargs="+", metavar="NAME", help=f"leave as they are: {', '.join(PARTS)}")
     parser.add_argument("--merge-adapter", type=Path, metavar="FOLDER", help="a PEFT LoRA adapter to merge into the weights")
     parser.add_argument("--weights-only", action="store_true", help="keep the artifact's graphs, shard the weights again")
     parser.add_argument("--output", type=Path, help="artifact folder (default: artifacts/MODEL-tpN)")

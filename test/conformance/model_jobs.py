@@ -2,9 +2,10 @@
 
 A job is a dict: "name", "kind" (`generate`, `serve` or `shard`), "checkpoint", "neuron" (NeuronConfig's keywords), and for
 generate: "prompts" (token ids; they go in batches of the config's batch_size, right padded), "new_tokens", and
-optionally "sampling_params" (top_k, top_p, temperature per row), "adapter_ids" (per row), "barred" (tokens never chosen), "forced" (per prompt the tokens to feed instead of the model's own choice),
-"logits" (keep them: OUT/NAME.npz holds one [steps, vocabulary] array per prompt); for serve: "prompts", and of each
-request its "lines" of the cache, the step it "comes" at and how many tokens it "stays"; for shard: "keep" (the files).
+optionally "sampling_params" (top_k, top_p, temperature per row), "adapter_ids" (per row), "barred" (tokens never
+chosen), "forced" (per prompt the tokens to feed instead of the model's own choice), "logits" (keep them: OUT/NAME.npz
+holds one [steps, vocabulary] array per prompt); for serve: "prompts", and of each request its "lines" of the cache, the
+step it "comes" at and how many tokens it "stays"; for shard: "keep" (the files).
 """
 
 import hashlib

@@ -25,7 +25,9 @@ def adapters(random_checkpoints, tmp_path_factory):
     folder, checkpoint = tmp_path_factory.mktemp("adapters"), random_checkpoints["plain"]
     return [
         make_adapter(checkpoint, folder / "all", target_modules=LINEARS),
-        make_adapter(checkpoint, folder / "two", target_modules=["q_proj", "down_proj"], r=3, use_rslora=True, layers_to_transform=[0, 3]),
+        make_adapter(
+            checkpoint, folder / "two", target_modules=["q_proj", "down_proj"], layers_to_transform=[0, 3], r=3, use_rslora=True,
+        ),
     ]
 
 
@@ -52,7 +54,8 @@ def test_each_row_has_its_own_adapter(adapters, nxd_releases, random_checkpoints
         for job in jobs:
             result = results[job["name"]]
             assert "error" not in result, result["error"]
-            assert result["tokens"] == [expected[a][row] for row, a in enumerate(job["adapter_ids"])], (release.version, job["name"])
+            wanted = [expected[adapter][row] for row, adapter in enumerate(job["adapter_ids"])]
+            assert result["tokens"] == wanted, (release.version, job["name"])
 
 
 def merged_tokens(checkpoint, adapter, prompt):
@@ -65,10 +68,12 @@ def merged_tokens(checkpoint, adapter, prompt):
     return output[0, len(prompt) :].tolist()
 
 
-def config(checkpoint, folder, targets, tp_degree=2, fused_qkv=False, **lora):
-    values = dict(target_modules=targets, batch_size=1, max_lora_rank=4, lora_ckpt_paths={"a": str(folder)}, lora_ckpt_paths_cpu={})
+def config(checkpoint, folder, targets, tp_degree=2, fused_qkv=False, quantized=False, **lora):
+    paths = dict(lora_ckpt_paths={"a": str(folder)}, lora_ckpt_paths_cpu={})
+    values = dict(target_modules=targets, batch_size=1, max_lora_rank=4, **paths)
     neuron_config = SimpleNamespace(
-        tp_degree=tp_degree, batch_size=1, fused_qkv=fused_qkv, lora_config=SimpleNamespace(**{**values, **lora})
+        tp_degree=tp_degree, batch_size=1, fused_qkv=fused_qkv, quantized=quantized,
+        lora_config=SimpleNamespace(**{**values, **lora}),
     )
     resolved = read_config(checkpoint)
     plan = ShardingPlan(tp_degree, resolved["num_attention_heads"], resolved["num_key_value_heads"])
@@ -86,11 +91,12 @@ MERGE = "--merge-adapter"
         ({"target_modules": ["up_proj"]}, {"tp_degree": 3}, ["tp_degree 3 does not divide hidden_size, 128"]),
         ({"target_modules": ["embed_tokens"]}, {}, ["adapter for embed_tokens", MERGE]),
         ({"target_modules": ["lm_head"]}, {}, ["adapter for lm_head", MERGE]),
-        ({"target_modules": ["up_proj"]}, {"batch_size": 2}, ["lora_config.batch_size is 2", "batch_size, 1"]),
+        ({"target_modules": ["up_proj"]}, {"batch_size": 2}, ["lora_config.batch_size is 2", "batch_size 1"]),
         ({"target_modules": ["up_proj"], "alpha_pattern": {"up_proj": 3}}, {}, ["alpha_pattern is {'up_proj': 3}", MERGE]),
         ({"target_modules": ["up_proj"], "use_dora": True}, {}, ["use_dora is True", MERGE]),
         ({"target_modules": ["up_proj"], "modules_to_save": ["norm"]}, {}, ["modules_to_save is ['norm']", MERGE]),
-        ({"target_modules": r".*\.up_proj"}, {}, ["target_modules must be a list", MERGE]),
+        ({"target_modules": r".*\.up_proj"}, {}, ["a list of target_modules", MERGE]),
+        ({"target_modules": ["up_proj"]}, {"quantized": True}, ["quantized weights", MERGE]),
         ({"target_modules": ["up_proj"]}, {"max_lora_rank": 2}, ["has rank 4, max_lora_rank is 2"]),
     ],
 )

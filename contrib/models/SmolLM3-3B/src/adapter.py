@@ -24,8 +24,8 @@ UNDERSTOOD = {
     "peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "init_lora_weights",
     "target_modules", "exclude_modules", "modules_to_save", "layers_to_transform", "layers_pattern", "bias", "lora_bias",
     "fan_in_fan_out", "ensure_weight_tying", "auto_mapping", "base_model_name_or_path", "revision", "task_type",
-    "inference_mode", "lora_dropout", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "velora_config",
-    "megatron_core", "qalora_group_size", "runtime_config", "peft_version",
+    "inference_mode", "lora_dropout", "loftq_config", "eva_config", "corda_config", "megatron_core", "qalora_group_size",
+    "runtime_config", "peft_version",
 }  # fmt: skip
 MERGE_INSTEAD = "merge it with scripts/compile.py --merge-adapter"
 KEEPS_THE_WEIGHTS = (True, False, None, "gaussian", "eva", "orthogonal")
@@ -107,30 +107,33 @@ class Adapter:
                 raise SmolLM3Error(f"{path}: {name} is {value!r}, which cannot be merged into the weights here")
         if values.get("init_lora_weights") not in KEEPS_THE_WEIGHTS:
             raise SmolLM3Error(
-                f"{path}: init_lora_weights is {values['init_lora_weights']!r}: the adapter was trained on changed weights, not the "
+                f"{path}: init_lora_weights is {values['init_lora_weights']!r}: it was trained on changed weights, not the "
                 "checkpoint's; save it with PEFT's path_initial_model_for_weight_conversion"
             )
         return values
 
     def _scaling(self, name: str, roles: dict[str, str]) -> float:
         """lora_alpha over the rank, or its root; of the patterns the first that fits the module's name."""
-        module = name.rpartition(".")[0]
+        path, module = self.folder / CONFIG, name.rpartition(".")[0]
         module = module if module == "lm_head" else f"model.{module}"
-        alpha, rank = (self._of_pattern(*names, module) for names in (("alpha_pattern", "lora_alpha"), ("rank_pattern", "r")))
+        alpha, rank = self._of_pattern("alpha_pattern", "lora_alpha", module), self._of_pattern("rank_pattern", "r", module)
         if type(alpha) not in (int, float) or type(rank) is not int or rank < 1:
-            raise SmolLM3Error(f"{self.folder / CONFIG}: lora_alpha is {alpha!r} and r {rank!r} for {module}, allowed are numbers")
-        for role in ("a", "embedding_a"):
-            if role in roles and self._shape(roles[role])[0] != rank:
-                raise SmolLM3Error(f"{self.folder}: {roles[role]} has rank {self._shape(roles[role])[0]}, {CONFIG} says {rank}")
+            raise SmolLM3Error(f"{path}: lora_alpha is {alpha!r} and r {rank!r} for {module}, allowed are numbers")
+        for key in (roles[role] for role in ("a", "embedding_a") if role in roles):
+            if self._shape(key)[0] != rank:
+                raise SmolLM3Error(f"{self.folder}: {key} has rank {self._shape(key)[0]}, {CONFIG} says {rank}")
         return alpha / (math.sqrt(rank) if self.values.get("use_rslora") else rank)
 
     def _of_pattern(self, pattern_name: str, default_name: str, module: str) -> Any:
         for pattern, value in (self.values.get(pattern_name) or {}).items():
             try:
-                if re.fullmatch(rf"(.*\.)?({pattern})", module):
-                    return value
+                fits = re.fullmatch(rf"(.*\.)?({pattern})", module)
             except re.error as error:
-                raise SmolLM3Error(f"{self.folder / CONFIG}: {pattern_name} has {pattern!r}, no regular expression ({error})") from None
+                raise SmolLM3Error(
+                    f"{self.folder / CONFIG}: {pattern_name} has {pattern!r}, which is no regular expression ({error})"
+                ) from None
+            if fits:
+                return value
         return self.values.get(default_name)
 
     def _check(self, config: Any) -> None:
@@ -139,50 +142,51 @@ class Adapter:
         shapes = expected_shapes(config)
         shapes.setdefault("lm_head.weight", shapes["embed_tokens.weight"])
         for name, roles in self.roles.items():
-            key = next(iter(roles.values()))
-            if name not in shapes and not ("added" in roles and f"{name.removesuffix('bias')}weight" in shapes):
-                raise SmolLM3Error(f"{self.folder}: {key} changes {name}, which the checkpoint has not")
             if name not in shapes:
-                raise SmolLM3Error(f"{self.folder}: {key}: lora_bias cannot be merged, the checkpoint's projections have no bias")
+                reason = "lora_bias needs a bias to add to" if "added" in roles else "it fits no tensor of the checkpoint"
+                raise SmolLM3Error(f"{self.folder}: {next(iter(roles.values()))}: {reason}; there is no {name}")
             shape, rank = shapes[name], next((self._shape(roles[a])[0] for a in ("a", "embedding_a") if a in roles), 0)
             expected = {
                 "replaced": shape, "added": shape, "magnitude": shape[:1], "a": (rank, shape[-1]), "b": (shape[0], rank),
                 "embedding_a": (rank, shape[0]), "embedding_b": (shape[-1], rank),
             }  # fmt: skip
+            for one, other in (("a", "b"), ("b", "a"), ("embedding_a", "embedding_b"), ("embedding_b", "embedding_a")):
+                if one in roles and other not in roles:
+                    raise SmolLM3Error(f"{self.folder / WEIGHTS}: {roles[one]} is there without its other half")
             for role, key in roles.items():
                 if self._shape(key) != expected[role]:
                     raise SmolLM3Error(
-                        f"{self.folder}: {key} has shape {self._shape(key)}, the checkpoint asks for {expected[role]}; it is an "
-                        "adapter of another model"
+                        f"{self.folder}: {key} has shape {self._shape(key)}, the checkpoint asks for {expected[role]}; "
+                        "it is an adapter of another model"
                     )
-            for one, other in (("a", "b"), ("embedding_a", "embedding_b")):
-                if (one in roles) != (other in roles):
-                    raise SmolLM3Error(f"{self.folder / WEIGHTS}: {key} is there without its lora_A or lora_B; copy it again")
             if "magnitude" in roles and "a" not in roles:
-                raise SmolLM3Error(f"{self.folder}: {roles['magnitude']}: use_dora on an embedding is not supported; train without it")
+                raise SmolLM3Error(f"{self.folder}: {roles['magnitude']}: use_dora on an embedding is not supported")
 
 
 def check_serving(config: Any) -> None:
     """SmolLM3Error for a `lora_config` (LoraServingConfig) that NxD Inference would serve wrongly, or not at all."""
-    lora_config, neuron_config = config.neuron_config.lora_config, config.neuron_config
+    neuron_config, plan = config.neuron_config, config.sharding_plan()
+    lora_config, tp_degree = neuron_config.lora_config, neuron_config.tp_degree
     if not hasattr(lora_config, "target_modules"):  # None, or not made a LoraServingConfig of
         return
+    if neuron_config.quantized:
+        raise SmolLM3Error(f"lora_config: adapters on quantized weights were never checked with this model; {MERGE_INSTEAD}")
     if lora_config.batch_size != neuron_config.batch_size:
-        raise SmolLM3Error(f"lora_config.batch_size is {lora_config.batch_size}, it must be batch_size, {neuron_config.batch_size}")
-    if config.hidden_size % neuron_config.tp_degree:
-        raise SmolLM3Error(f"lora_config: tp_degree {neuron_config.tp_degree} does not divide hidden_size, {config.hidden_size}")
-    targets = lora_config.target_modules
-    plan = config.sharding_plan()
+        raise SmolLM3Error(
+            f"lora_config.batch_size is {lora_config.batch_size}, batch_size {neuron_config.batch_size}: make them equal"
+        )
+    if config.hidden_size % tp_degree:
+        raise SmolLM3Error(f"lora_config: tp_degree {tp_degree} does not divide hidden_size, {config.hidden_size}")
+    changes_heads = plan.kv_expansion > 1 or config.num_attention_heads % tp_degree
     for names, is_wrong, reason in (
         (("embed_tokens", "lm_head"), True, "the library leaves it out"),
-        (("q_proj", "k_proj", "v_proj"), neuron_config.fused_qkv, "fused_qkv leaves no such projection, and the library leaves it out"),
+        (("q_proj", "k_proj", "v_proj"), neuron_config.fused_qkv, "with fused_qkv the library leaves it out"),
         (
-            ("q_proj", "k_proj", "v_proj", "o_proj"),
-            plan.kv_expansion > 1 or config.num_attention_heads % neuron_config.tp_degree,
-            f"tp_degree {neuron_config.tp_degree} changes the heads, and the adapter's would not be changed with them",
+            ("q_proj", "k_proj", "v_proj", "o_proj"), changes_heads,
+            f"tp_degree {tp_degree} changes the heads, and the adapter's would stay as they are",
         ),
-    ):
-        found = [name for name in names if name in targets]
+    ):  # fmt: skip
+        found = [name for name in names if name in lora_config.target_modules]
         if found and is_wrong:
             raise SmolLM3Error(f"lora_config has an adapter for {found[0]}, but {reason}; {MERGE_INSTEAD}")
     for folder in {**lora_config.lora_ckpt_paths, **lora_config.lora_ckpt_paths_cpu}.values():
@@ -191,22 +195,18 @@ def check_serving(config: Any) -> None:
 
 
 def _check_served(adapter: Adapter, max_lora_rank: int) -> None:
+    path = adapter.folder / CONFIG
     for name in ("alpha_pattern", "use_dora", "lora_bias", "modules_to_save"):
         if adapter.values.get(name):
-            raise SmolLM3Error(
-                f"{adapter.folder / CONFIG}: {name} is {adapter.values[name]!r}, which the library ignores; {MERGE_INSTEAD}"
-            )
+            raise SmolLM3Error(f"{path}: {name} is {adapter.values[name]!r}, which the library ignores; {MERGE_INSTEAD}")
     if not isinstance(adapter.values.get("target_modules"), list) or not adapter.values.get("lora_alpha"):
-        raise SmolLM3Error(
-            f"{adapter.folder / CONFIG}: target_modules must be a list and lora_alpha above 0 for the library; {MERGE_INSTEAD}"
-        )
+        raise SmolLM3Error(f"{path}: the library wants a list of target_modules and a lora_alpha above 0; {MERGE_INSTEAD}")
     for roles in adapter.roles.values():
         if set(roles) != {"a", "b"}:
             raise SmolLM3Error(f"{adapter.folder}: {next(iter(roles.values()))} is ignored by the library; {MERGE_INSTEAD}")
-        if adapter._shape(roles["a"])[0] > max_lora_rank:
-            raise SmolLM3Error(
-                f"{adapter.folder}: {roles['a']} has rank {adapter._shape(roles['a'])[0]}, max_lora_rank is {max_lora_rank}; raise it"
-            )
+        rank = adapter._shape(roles["a"])[0]
+        if rank > max_lora_rank:
+            raise SmolLM3Error(f"{adapter.folder}: {roles['a']} has rank {rank}, max_lora_rank is {max_lora_rank}; raise it")
 
 
 def _target(key: str) -> tuple[str, str]:

@@ -189,9 +189,9 @@ def compile_artifact(
     """Compiles the checkpoint in `folder` to the artifact folder `output`; `ensure_neuronx` must have been called.
 
     What stands there already and is the same is taken as it is. `weights_only` keeps the graphs and shards the weights
-    again. `merge_adapter` is the folder of a PEFT adapter that goes into them. `on_step` is called with each step's name as it begins, `on_bytes` with (bytes of weights just written, of
-    all). Every fault of config and checkpoint is told before anything is compiled; nothing stands at `output` unless it
-    is whole. Raises SmolLM3Error.
+    again. `merge_adapter` is the folder of a PEFT adapter that goes into them. `on_step` is called with each step's name
+    as it begins, `on_bytes` with (bytes of weights just written, of all). Every fault of config and checkpoint is told
+    before anything is compiled; nothing stands at `output` unless it is whole. Raises SmolLM3Error.
     """
     on_step("checking the checkpoint")
     values = hf_config.read_config(folder)

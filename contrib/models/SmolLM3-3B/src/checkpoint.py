@@ -27,7 +27,8 @@ LEFTOVER = "rotary_emb.inv_freq"  # a buffer that old versions of transformers s
 STORED_DTYPES = ("BF16", "F16", "F32")
 # by their last part: what gptq and awq, bitsandbytes, compressed-tensors and fp8 checkpoints hold beside or for a weight
 QUANTIZED_TENSORS = (
-    "qweight", "qzeros", "scales", "g_idx", "absmax", "quant_map", "SCB", "weight_packed", "weight_scale", "weight_scale_inv",
+    "qweight", "qzeros", "scales", "g_idx", "absmax", "quant_map", "SCB", "weight_packed", "weight_scale",
+    "weight_scale_inv",
 )  # fmt: skip
 
 
@@ -101,9 +102,8 @@ def check_checkpoint(folder: str | Path, config: Any, quantized: Collection[str]
                     stored = tensors.get_slice(name)
                     is_foreign = stored.get_dtype() not in STORED_DTYPES or name.split(".")[-1] in QUANTIZED_TENSORS
                     if is_foreign and _plain(name).rpartition(".")[0] not in quantized:
-                        raise SmolLM3Error(
-                            f"{file}: {name} is {stored.get_dtype()}, as in a quantized checkpoint, which is not read; {INSTEAD}"
-                        )
+                        found = f"{file}: {name} is {stored.get_dtype()}, as in a quantized checkpoint"
+                        raise SmolLM3Error(f"{found}, which is not read; {INSTEAD}")
                     shapes[_plain(name)] = tuple(stored.get_shape())
     _check_names(shapes, config, str(folder), quantized)
     for name, shape in expected_shapes(config).items():

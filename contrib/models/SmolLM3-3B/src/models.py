@@ -56,7 +56,8 @@ def locate_model(model: str, revision: str | None = None) -> tuple[Path, str, st
     if folder.is_dir():
         return folder.resolve(), str(folder.resolve()), None
     if folder.suffix in OTHER_FORMATS or model.lower().endswith("gguf"):
-        raise SmolLM3Error(f"{model}: {OTHER_FORMATS.get(folder.suffix, 'GGUF')} is not read, only safetensors are; {INSTEAD}")
+        found = OTHER_FORMATS.get(folder.suffix, "GGUF")
+        raise SmolLM3Error(f"{model}: {found} is not read, only safetensors are; {INSTEAD}")
     if folder.exists():
         raise SmolLM3Error(f"{model}: a checkpoint folder is expected, this is a file")
     if model.startswith((".", "/", "~")) or model.count("/") != 1:

@@ -45,7 +45,9 @@ def quantized_linears(config: Any) -> set[str]:
         used.update(part for part in left_out if part in of_library)
     if len(used) < len(left_out):
         unused = next(part for part in left_out if part not in used)
-        raise SmolLM3Error(f"modules_to_not_convert has {unused!r}, which no projection's name contains; {', '.join(PARTS)} do")
+        raise SmolLM3Error(
+            f"modules_to_not_convert has {unused!r}, which no projection's name contains; {', '.join(PARTS)} do"
+        )
     return linears
 
 
@@ -81,13 +83,13 @@ def check_quantization(config: Any) -> None:
             )
         if config.intermediate_size % of.tp_degree:
             raise SmolLM3Error(
-                f"intermediate_size is {config.intermediate_size}, tp_degree {of.tp_degree} does not divide it, and the library "
-                f"cannot pad it with one scale per tensor; {instead}"
+                f"intermediate_size is {config.intermediate_size}, tp_degree {of.tp_degree} does not divide it, and the "
+                f"library cannot pad it with one scale per tensor; {instead}"
             )
     if "lm_head" in linears and config.vocab_size % of.tp_degree:
         raise SmolLM3Error(
-            f"vocab_size is {config.vocab_size}, tp_degree {of.tp_degree} does not divide it, and the library masks real logits of "
-            "a quantized lm_head then; use modules_to_not_convert lm_head with 'per_channel_symmetric'"
+            f"vocab_size is {config.vocab_size}, tp_degree {of.tp_degree} does not divide it, and the library masks real "
+            "logits of a quantized lm_head then; use modules_to_not_convert lm_head with 'per_channel_symmetric'"
         )
 
 

@@ -56,7 +56,8 @@ def write_shards(
 
 def shard_bytes(config: Any) -> int:
     """Bytes of all shard files' tensors, for a progress bar."""
-    return sum(_nbytes(output, dtype) for rank in range(config.neuron_config.tp_degree) for output, dtype in _outputs(config, rank))
+    ranks = range(config.neuron_config.tp_degree)
+    return sum(_nbytes(output, dtype) for rank in ranks for output, dtype in _outputs(config, rank))
 
 
 def _outputs(config: Any, rank: int) -> list[tuple[Output, torch.dtype]]:
