@@ -7,7 +7,7 @@ import torch
 FP8_LARGEST = 240.0  # what the library scales to, not the 448 of float8_e4m3fn
 INT8_LEAST_SCALE = torch.finfo(torch.float32).eps
 FP8_LEAST_SCALE = 1e-5
-CHUNK_ROWS = 1024
+CHUNK_ROWS = 64
 
 
 class MergedRows:
