@@ -12,6 +12,7 @@ from pathlib import Path
 import common
 from smollm3_neuron import device, hf_config, models
 from smollm3_neuron.artifact import Settings, compile_artifact
+from smollm3_neuron.quantization import DTYPES, PARTS, TYPES
 from smollm3_neuron.sharding import ShardingPlan
 from tqdm import tqdm
 
@@ -32,6 +33,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--context-encoding-buckets", type=int, nargs="+", metavar="N", help="lengths of prompts")
     parser.add_argument("--token-generation-buckets", type=int, nargs="+", metavar="N", help="lengths of the cache")
     parser.add_argument("--on-device-sampling-config", type=json_object, metavar="JSON", help='{"dynamic": true}: sample on the device')
+    parser.add_argument("--quantized", action="store_true", help="8-bit weights, quantized while they are sharded; device only")
+    parser.add_argument("--quantization-type", default=Settings.quantization_type, help=f"{' or '.join(TYPES)} (default: %(default)s)")
+    parser.add_argument("--quantization-dtype", default=Settings.quantization_dtype, help=f"{' or '.join(DTYPES)} (default: %(default)s)")
+    parser.add_argument("--modules-to-not-convert", nargs="+", metavar="NAME", help=f"leave as they are: {', '.join(PARTS)}")
+    parser.add_argument("--merge-adapter", type=Path, metavar="FOLDER", help="a PEFT LoRA adapter to merge into the weights")
     parser.add_argument("--weights-only", action="store_true", help="keep the artifact's graphs, shard the weights again")
     parser.add_argument("--output", type=Path, help="artifact folder (default: artifacts/MODEL-tpN)")
     common.add_device(parser)
@@ -94,6 +100,10 @@ def main() -> None:
         context_encoding_buckets=args.context_encoding_buckets,
         token_generation_buckets=args.token_generation_buckets,
         on_device_sampling_config=args.on_device_sampling_config,
+        quantized=args.quantized,
+        quantization_type=args.quantization_type,
+        quantization_dtype=args.quantization_dtype,
+        modules_to_not_convert=args.modules_to_not_convert,
     )
     if args.device == "hlo":
         return lower(args, settings)
@@ -128,6 +138,7 @@ def main() -> None:
             name=name,
             revision=revision,
             weights_only=args.weights_only,
+            merge_adapter=args.merge_adapter,
             on_step=on_step,
             on_bytes=on_bytes,
         )

@@ -38,7 +38,8 @@ def main() -> None:
         logging.disable(logging.WARNING)
         warnings.simplefilter("ignore")
     tokenizer, model = artifact.tokenizer(), artifact.load()
-    reference = load_reference(folder, getattr(torch, artifact.settings.torch_dtype))
+    adapter = artifact.manifest["model"].get("adapter")
+    reference = load_reference(folder, getattr(torch, artifact.settings.torch_dtype), adapter and adapter["folder"])
     texts = list(PUBLISHED_PROMPTS)
     if (folder / "prompts.json").is_file():  # a checkpoint of this repository: its own prompts, the held-out ones marked
         of_folder = json.loads((folder / "prompts.json").read_text())

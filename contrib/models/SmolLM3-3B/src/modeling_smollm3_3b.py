@@ -23,7 +23,9 @@ from transformers import SmolLM3ForCausalLM
 from transformers.models.smollm3.modeling_smollm3 import SmolLM3RMSNorm
 
 from . import checkpoint, hf_config
+from .adapter import check_serving
 from .errors import SmolLM3Error
+from .quantization import check_quantization
 from .rope import ScaledRotaryEmbedding
 from .sharding import ShardingPlan
 from .sliding_window import SlidingWindowKVCacheManager, check_sliding_window, layer_windows
@@ -70,6 +72,8 @@ class SmolLM3InferenceConfig(InferenceConfig):
         check_sliding_window(self)
         check_switches(self.neuron_config, self.no_rope_layers, self.hidden_act, installed_release())
         check_sequence_parallel(self.neuron_config)
+        check_quantization(self)
+        check_serving(self)
 
     def sharding_plan(self) -> ShardingPlan:
         """What the TP degree does to the checkpoint's heads."""
@@ -274,4 +278,5 @@ class NeuronSmolLM3ForCausalLM(NeuronBaseForCausalLM):
 
     @staticmethod
     def update_state_dict_for_tied_weights(state_dict: dict):
-        state_dict["lm_head.weight"] = state_dict["embed_tokens.weight"].clone()
+        if "lm_head.scale" not in state_dict:  # a quantized head keeps its own weights
+            state_dict["lm_head.weight"] = state_dict["embed_tokens.weight"].clone()

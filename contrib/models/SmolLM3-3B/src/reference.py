@@ -1,11 +1,15 @@
 """transformers' `SmolLM3ForCausalLM` as the reference: the same prompts, greedy, beside the Neuron model."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Sequence
 
 import torch
 from transformers import SmolLM3ForCausalLM
 
+from . import hf_config
+from .adapter import Adapter
+from .checkpoint import PREFIX
 from .generation import Generated, decode_inputs, prefill_inputs
 
 # Of the published results of this model on Neuron; the first two are the math prompts.
@@ -19,8 +23,19 @@ PUBLISHED_PROMPTS = (
 )
 
 
-def load_reference(folder: str | Path, dtype: torch.dtype = torch.float32) -> SmolLM3ForCausalLM:
-    return SmolLM3ForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+def load_reference(
+    folder: str | Path, dtype: torch.dtype = torch.float32, adapter: str | Path | None = None
+) -> SmolLM3ForCausalLM:
+    """The checkpoint in `folder`, with the PEFT adapter in that folder merged."""
+    model = SmolLM3ForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    if adapter is None:
+        return model
+    merge = Adapter(adapter, SimpleNamespace(**hf_config.read_config(folder)))
+    if model.lm_head.weight is model.model.embed_tokens.weight:
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    for name, parameter in model.named_parameters():
+        parameter.data = merge.merged(name.removeprefix(PREFIX), parameter.data, dtype)[:].to(dtype)
+    return model
 
 
 @torch.no_grad()
