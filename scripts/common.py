@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from pathlib import Path
 
 try:
     from smollm3_neuron.errors import SmolLM3Error
@@ -13,6 +14,14 @@ def add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", default="auto", help="neuron, cpu, or auto: the device where the Neuron SDK is installed (default: auto)"
     )
+
+
+def write(path: Path, text: str) -> None:
+    """SmolLM3Error where the file cannot be written."""
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise SmolLM3Error(f"{path}: cannot be written ({error.strerror}); name another file") from None
 
 
 def run(main) -> None:

@@ -53,13 +53,6 @@ def prompts_of(folder: Path) -> tuple[list[str], str]:
     return [*of_folder["published"], *(prompt for prompt, _ in held_out)], "\n".join(map("".join, held_out))
 
 
-def write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text)
-    except OSError as error:
-        raise SmolLM3Error(f"{path}: cannot be written ({error.strerror}); name another file") from None
-
-
 def main() -> None:
     args = parse_args()
     place = device.choose_place(args.device)
@@ -116,9 +109,9 @@ def main() -> None:
     about = {"artifact": str(args.artifact), "model": artifact.manifest["model"]["name"], "place": place}
     about |= {"settings": artifact.manifest["settings"], "versions": artifact.manifest["versions"]}
     if args.json:
-        write(args.json, json.dumps({**about, **report.as_dict()}, indent=1) + "\n")
+        common.write(args.json, json.dumps({**about, **report.as_dict()}, indent=1) + "\n")
     if args.html:
-        write(args.html, page(report, about, [*lines, last], tokenizer))
+        common.write(args.html, page(report, about, [*lines, last], tokenizer))
     sys.exit(report.verdict == WRONG)
 
 
