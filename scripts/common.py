@@ -16,12 +16,11 @@ def add_device(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def write(path: Path, text: str) -> None:
-    """SmolLM3Error where the file cannot be written."""
-    try:
-        path.write_text(text)
-    except OSError as error:
-        raise SmolLM3Error(f"{path}: cannot be written ({error.strerror}); name another file") from None
+def check_outputs(*paths: Path | None) -> None:
+    """Before the work: SmolLM3Error for a file that could not be written after it."""
+    for path in paths:
+        if path and not path.absolute().parent.is_dir():
+            raise SmolLM3Error(f"{path}: no such folder; name a file in one that exists")
 
 
 def run(main) -> None:

@@ -75,6 +75,7 @@ def name_of(key: tuple[int | None, str]) -> str:
 
 def main() -> None:
     args = parse_args()
+    common.check_outputs(args.json)
     place = "cpu" if args.nxd_source else device.choose_place(args.device)
     if place == "neuron":
         raise SmolLM3Error(
@@ -82,7 +83,8 @@ def main() -> None:
             "an environment without the SDK, on an artifact of the same checkpoint for the CPU"
         )
     artifact = open_artifact(args.artifact, place)
-    folder = args.model or Path(artifact.manifest["model"]["folder"])
+    own = Path(artifact.manifest["model"]["folder"])
+    folder = args.model or own
     if not (folder / "config.json").is_file():
         raise SmolLM3Error(f"{folder}: the checkpoint is not there any more; pass it with --model FOLDER")
     logging.disable(logging.WARNING)
@@ -90,7 +92,7 @@ def main() -> None:
     prompt = artifact.tokenizer()(args.prompt)["input_ids"]
     if not 3 <= len(prompt) <= artifact.settings.max_context_length:
         raise SmolLM3Error(f"--prompt has {len(prompt)} tokens, allowed are 3 to {artifact.settings.max_context_length}")
-    app, ranks = on_sources(artifact, args.nxd_source, folder) if args.nxd_source else on_cpu_runtime(artifact)
+    app, ranks = on_sources(artifact, args.nxd_source, own) if args.nxd_source else on_cpu_runtime(artifact)
     from smollm3_neuron.inspection import inspect
 
     found = inspect(app, folder, prompt, ranks)
@@ -109,7 +111,7 @@ def main() -> None:
         if layer is None:
             print(f"{name}: {difference.error:.1e} of {difference.tolerance:.1e}{' WRONG' if difference.is_wrong else ''}")
     if args.json:
-        common.write(args.json, json.dumps(as_dict(found), indent=1) + "\n")
+        args.json.write_text(json.dumps(as_dict(found), indent=1) + "\n")
     if found.disagreeing:
         print(f"layers {found.disagreeing} behave otherwise than the config says")
     if found.broken_identity:

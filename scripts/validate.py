@@ -55,6 +55,7 @@ def prompts_of(folder: Path) -> tuple[list[str], str]:
 
 def main() -> None:
     args = parse_args()
+    common.check_outputs(args.json, args.html)
     place = device.choose_place(args.device)
     artifact = open_artifact(args.artifact, place, tp_degree=args.tp)
     folder = args.model or Path(artifact.manifest["model"]["folder"])
@@ -109,9 +110,9 @@ def main() -> None:
     about = {"artifact": str(args.artifact), "model": artifact.manifest["model"]["name"], "place": place}
     about |= {"settings": artifact.manifest["settings"], "versions": artifact.manifest["versions"]}
     if args.json:
-        common.write(args.json, json.dumps({**about, **report.as_dict()}, indent=1) + "\n")
+        args.json.write_text(json.dumps({**about, **report.as_dict()}, indent=1) + "\n")
     if args.html:
-        common.write(args.html, page(report, about, [*lines, last], tokenizer))
+        args.html.write_text(page(report, about, [*lines, last], tokenizer))
     sys.exit(report.verdict == WRONG)
 
 
