@@ -1,4 +1,4 @@
-"""Small charts as SVG text, for pages that need nothing but themselves."""
+"""Small charts as SVG text, and HTML pages that need nothing but themselves."""
 
 from html import escape
 from typing import Sequence
@@ -72,3 +72,15 @@ def lines(
         body.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
         body.append(f'<text x="{WIDTH - RIGHT - 4}" y="{TOP + 12 + 14 * index}" text-anchor="end" fill="{colour}">{escape(name)}</text>')
     return _frame(title, x_label, y_label, height, body)
+
+
+def header(names: Sequence[str]) -> str:
+    return f"<tr>{''.join(f'<th>{escape(name)}</th>' for name in names)}</tr>"
+
+
+def page(title: str, body: str) -> str:
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(title)}</title><style>body{{font-family:sans-serif;'
+        "margin:2em;max-width:1100px}table{border-collapse:collapse;font-size:12px}td,th{border:1px solid #ddd;padding:3px 6px;"
+        f"text-align:left;vertical-align:top}}svg{{display:block}}</style><h1>{escape(title)}</h1>{body}</html>\n"
+    )

@@ -174,16 +174,11 @@ def page(report, about: dict, lines: list[str], tokenizer) -> str:
         f"<td>{escape(judged.reason)}</td></tr>"
         for judged in report.cases
     )
-    head = "".join(
-        f"<th>{name}</th>"
-        for name in ("verdict", "token match", "match when forced", "smallest margin", "logit error", "prompt", "answer", "why")
-    )
+    head = svg.header(("verdict", "token match", "match when forced", "smallest margin", "logit error", "prompt", "answer", "why"))
     facts = "".join(f"<p>{escape(line)}</p>" for line in lines)
-    return (
-        '<!doctype html><html lang="en"><meta charset="utf-8"><title>validate.py</title><style>body{font-family:sans-serif;'
-        "margin:2em;max-width:1100px}table{border-collapse:collapse;font-size:12px}td,th{border:1px solid #ddd;padding:3px 6px;"
-        f"text-align:left;vertical-align:top}}</style><h1>{escape(about['model'])}: {report.verdict}</h1>{facts}{match}{error}"
-        f"{histogram}<table><tr>{head}</tr>{rows}</table><pre>{escape(json.dumps(about, indent=1))}</pre></html>\n"
+    about_it = f"<pre>{escape(json.dumps(about, indent=1))}</pre>"
+    return svg.page(
+        f"{about['model']}: {report.verdict}", f"{facts}{match}{error}{histogram}<table>{head}{rows}</table>{about_it}"
     )
 
 

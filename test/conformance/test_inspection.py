@@ -11,8 +11,10 @@ from harness import ROOT, TINY
 
 
 @pytest.fixture(scope="module")
-def flipped(tmp_path_factory):
+def flipped(nxd_releases, tmp_path_factory):
     """An artifact of `tiny` whose layer 2 applies no RoPE, and the folder that it was made of."""
+    if not nxd_releases:
+        pytest.skip("needs --nxd-source NXD_SRC:NXDI_SRC, the sources of the real library")
     from smollm3_neuron.artifact import Settings, compile_artifact
     from smollm3_neuron.runtime import ensure_neuronx
 
@@ -26,8 +28,6 @@ def flipped(tmp_path_factory):
 
 
 def test_the_layer_is_found(flipped, nxd_releases):
-    if not nxd_releases:
-        pytest.skip("needs --nxd-source NXD_SRC:NXDI_SRC, the sources of the real library")
     artifact, folder = flipped
     for release in nxd_releases:
         command = [sys.executable, ROOT / "scripts/inspect_layers.py", artifact, "--nxd-source", f"{release.nxd}:{release.nxdi}"]
