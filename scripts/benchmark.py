@@ -1,8 +1,9 @@
 """Speed and memory of artifacts beside transformers: python scripts/benchmark.py ARTIFACT [ARTIFACT ...]
 
-Each artifact runs at its own batch size and TP degree, and beside it transformers' `generate` with the same weights, dtype, threads
-and prompts, eager with its dynamic cache and with a static one. Every model is a process of its own; the processes take turns,
-so that what else the machine does meets all of them. On a machine that is shared only the ratios say something.
+Each artifact runs at its own batch size and TP degree, and beside it transformers' `generate` with the same weights, dtype,
+threads and prompts, eager with its dynamic cache and with a static one. Every model is a process of its own; the processes take
+turns, so that what else the machine does meets all of them. The ratios are of the least times, to which nothing else added: on a
+shared machine only they say something.
 """
 
 import argparse
@@ -29,8 +30,8 @@ from smollm3_neuron.machines import FLOPS, HBM_BANDWIDTH, Estimate
 
 SHAPES = {
     "small": dict(
-        num_hidden_layers=30, hidden_size=576, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3, vocab_size=49152,
-        no_rope_layers=None, eos_token_id=0, bos_token_id=0, pad_token_id=0,
+        num_hidden_layers=30, hidden_size=576, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3,
+        vocab_size=49152, no_rope_layers=None, eos_token_id=0, bos_token_id=0, pad_token_id=0,
     ),
     "3b": {},
 }  # fmt: skip
@@ -47,7 +48,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--prompt-lengths", type=int, nargs="+", default=[128], metavar="N", help="tokens (default: 128)")
     parser.add_argument("--new-tokens", type=int, default=64, help="default: %(default)s")
     parser.add_argument("--rounds", type=int, default=3, help="measured, after one that is not (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of the host, each model (default: %(default)s)")
+    threads = int(os.environ.get("OMP_NUM_THREADS", os.cpu_count()))
+    parser.add_argument("--threads", type=int, default=threads, help="of the host, for each model (default: %(default)s)")
     parser.add_argument("--without-transformers", action="store_true", help="the artifacts alone")
     parser.add_argument("--json", type=Path, metavar="FILE", help="everything that was measured, in seconds and bytes")
     parser.add_argument("--plot", type=Path, metavar="FILE.html", help="a page with the table and plots over the prompt length")
@@ -72,7 +74,9 @@ def work(job: dict) -> None:
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     run = artifact_runner if job["engine"] == "artifact" else transformers_runner
-    import transformers  # noqa: F401  # imports are not loading
+    import transformers  # imports are not loading
+
+    transformers.utils.logging.disable_progress_bar()
 
     before, began = anonymous_memory(), time.perf_counter()
     answer = run(job)
@@ -165,6 +169,7 @@ class Row:
     batch_size: int
     prompt_length: int
     first_token: float  # median
+    least: tuple[float, float]  # to the first token, and between two
     percentiles: dict[str, float]  # of the time per token after the first
     tokens_per_second: float  # of the whole batch, at the median
     memory: int
@@ -218,7 +223,9 @@ def measure(artifact, place: str, args: argparse.Namespace, best: tuple[float, f
         workers += [Worker(name, {**job, "engine": name, "cache": cache}) for name, cache in TRANSFORMERS.items()]
     rows = []
     for length in args.prompt_lengths:
-        prompts = [[(7 + 31 * i + 17 * row) % (values["vocab_size"] - 1) + 1 for i in range(length)] for row in range(settings.batch_size)]
+        prompts = [
+            [(7 + 31 * i + 17 * row) % (values["vocab_size"] - 1) + 1 for i in range(length)] for row in range(settings.batch_size)
+        ]
         found = {worker: [] for worker in workers}
         for turn in range(args.rounds + 1):
             for worker in workers:
@@ -226,13 +233,13 @@ def measure(artifact, place: str, args: argparse.Namespace, best: tuple[float, f
                 if turn:
                     found[worker].append(measured)
         of_length = [row_of(artifact, worker, length, found[worker]) for worker in workers]
-        estimate = Estimate(SimpleNamespace(**values), settings.tp_degree, settings.seq_len, settings.batch_size, settings.torch_dtype, length)
+        sizes = settings.tp_degree, settings.seq_len, settings.batch_size, settings.torch_dtype, length
+        estimate = Estimate(SimpleNamespace(**values), *sizes)
         share(of_length[0], estimate, best, place)
         for row in of_length[1:]:
             if row.engine == "transformers":
                 for mine in of_length:
-                    mine.first_token_ratio = row.first_token / mine.first_token
-                    mine.decode_ratio = row.percentiles["p50"] / mine.percentiles["p50"]
+                    mine.first_token_ratio, mine.decode_ratio = (a / b for a, b in zip(row.least, mine.least))
         rows += of_length
     for worker in workers:
         worker.close()
@@ -245,7 +252,7 @@ def row_of(artifact, worker: Worker, length: int, found: list[dict]) -> Row:
     is_artifact, settings = worker.name == "artifact", artifact.settings
     return Row(
         artifact.path.name, worker.name, settings.tp_degree if is_artifact else 1, settings.batch_size, length,
-        statistics.median(one["first"] for one in found), percentiles, settings.batch_size / percentiles["p50"],
+        statistics.median(one["first"] for one in found), (min(one["first"] for one in found), min(gaps)), percentiles, settings.batch_size / percentiles["p50"],
         max(one["memory"] for one in found), worker.load, artifact.manifest["seconds"]["compile"] if is_artifact else None,
     )  # fmt: skip
 
@@ -276,8 +283,10 @@ def make_artifacts(args: argparse.Namespace, place: str, scratch: Path) -> list:
     return made
 
 
-HEAD = ("artifact", "engine", "TP", "batch", "prompt", "first token ms", "token ms p50/p90/p99", "tokens/s", "memory MB", "load s",
-        "compile s", "MFU prefill", "MFU", "MBU", "first token", "decode")  # fmt: skip
+HEAD = (
+    "artifact", "engine", "TP", "batch", "prompt", "first token ms", "token ms p50/p90/p99", "tokens/s", "memory MB", "load s",
+    "compile s", "MFU prefill", "MFU", "MBU", "first token", "decode",
+)  # fmt: skip
 
 
 def cells(row: Row) -> list[str]:
@@ -287,8 +296,8 @@ def cells(row: Row) -> list[str]:
     return [
         row.artifact, row.engine, str(row.tp_degree), str(row.batch_size), str(row.prompt_length), f"{row.first_token * 1e3:.1f}",
         "/".join(f"{value * 1e3:.2f}" for value in row.percentiles.values()), f"{row.tokens_per_second:.1f}",
-        f"{row.memory / 1e6:.0f}", f"{row.load:.2f}", shown(row.compile, ".1f"), shown(row.mfu_prefill, ".1%"), shown(row.mfu, ".1%"),
-        shown(row.mbu, ".1%"), shown(row.first_token_ratio, ".2f") + "x", shown(row.decode_ratio, ".2f") + "x",
+        f"{row.memory / 1e6:.0f}", f"{row.load:.2f}", shown(row.compile, ".1f"), shown(row.mfu_prefill, ".1%"),
+        shown(row.mfu, ".1%"), shown(row.mbu, ".1%"), shown(row.first_token_ratio, ".2f"), shown(row.decode_ratio, ".2f"),
     ]  # fmt: skip
 
 
@@ -304,12 +313,14 @@ def page(rows: list[Row], notes: list[str]) -> str:
             series.setdefault(f"{row.artifact}: {row.engine}", []).append((row.prompt_length, value(row)))
         highest, lengths = max(value(row) for row in rows), sorted({row.prompt_length for row in rows})
         ticks = [(highest * part / 4, f"{highest * part / 4:.3g}") for part in range(5)]
-        return svg.lines(title, series, ticks=ticks, x_ticks=[(n, str(n)) for n in lengths], x_label="prompt length", y_label=y_label)
+        x_ticks = [(length, str(length)) for length in lengths]
+        return svg.lines(title, series, ticks=ticks, x_ticks=x_ticks, x_label="prompt length", y_label=y_label)
 
     body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells(row))}</tr>" for row in rows)
     plots = over_lengths("Tokens per second", lambda row: row.tokens_per_second, "tokens/s")
     plots += over_lengths("Time to first token", lambda row: row.first_token * 1e3, "ms")
-    return svg.page("benchmark.py", f"{''.join(f'<p>{escape(n)}</p>' for n in notes)}{plots}<table>{svg.header(HEAD)}{body}</table>")
+    facts = "".join(f"<p>{escape(note)}</p>" for note in notes)
+    return svg.page("benchmark.py", f"{facts}{plots}<table>{svg.header(HEAD)}{body}</table>")
 
 
 def main() -> None:
@@ -319,9 +330,9 @@ def main() -> None:
     common.check_outputs(args.json, args.plot)
     if bool(args.artifacts) == bool(args.shape):
         raise SmolLM3Error("pass artifacts, or --shape, and not both")
-    for name in ("new_tokens", "rounds", "threads"):
-        if getattr(args, name) < (2 if name == "new_tokens" else 1):
-            raise SmolLM3Error(f"{name} is {getattr(args, name)}, allowed is a whole number of at least {2 if name == 'new_tokens' else 1}")
+    for name, least in (("new_tokens", 2), ("rounds", 1), ("threads", 1)):
+        if getattr(args, name) < least:
+            raise SmolLM3Error(f"{name} is {getattr(args, name)}, allowed is a whole number of at least {least}")
     place = device.choose_place(args.device)
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
@@ -337,8 +348,9 @@ def main() -> None:
             rows += measure(artifact, place, args, reached[dtype])
     source = "a NeuronCore's, as published" if place == "neuron" else "this CPU's, measured in this run"
     notes = [
-        f"{place}, {args.threads} threads, {args.new_tokens} new tokens, {args.rounds} rounds; the last two columns are transformers' "
-        "(eager) time over the row's own, above 1 is faster; memory is what the process got over what it had before loading",
+        f"{place}, {args.threads} threads, {args.new_tokens} new tokens, {args.rounds} rounds; the last two columns are "
+        "transformers' least time over the row's own, above 1 is faster; memory is what no file backs, over what it was before "
+        "loading",
         *(
             f"ceilings of MFU and MBU for {dtype}: {flops / 1e12:.3f} TFLOPS and {bandwidth / 1e9:.1f} GB/s, {source}"
             for dtype, (bandwidth, flops) in reached.items()

@@ -1,7 +1,7 @@
-"""Runs the model beside transformers layer by layer and names the first value that differs: python scripts/inspect_layers.py ARTIFACT
+"""Names the first layer and value that differ from transformers': python scripts/inspect_layers.py ARTIFACT
 
 Per layer: RoPE or NoPE as the config has it and as the layer behaves, whether input + attention + MLP is the output to the bit,
-and the value that is furthest from transformers'. Exit code 0: all is right; 1: something is not; 2: it could not be inspected.
+and the value that is furthest from transformers'. Exit code 0: all is right; 1: something is not; 2: it cannot be inspected.
 """
 
 import argparse
@@ -73,14 +73,18 @@ def name_of(key: tuple[int | None, str]) -> str:
     return name if layer is None else f"layer {layer}, {name}"
 
 
+def told(difference) -> str:
+    return f"{difference.error:.1e} of {difference.tolerance:.1e}{' WRONG' if difference.is_wrong else ''}"
+
+
 def main() -> None:
     args = parse_args()
     common.check_outputs(args.json)
     place = "cpu" if args.nxd_source else device.choose_place(args.device)
     if place == "neuron":
         raise SmolLM3Error(
-            "inspect_layers.py cannot look into a device: NxD Inference 0.7 and 0.8 capture no tensors of a text model; run it in "
-            "an environment without the SDK, on an artifact of the same checkpoint for the CPU"
+            "inspect_layers.py cannot look into a device: NxD Inference 0.7 and 0.8 capture no tensors of a text model; run it "
+            "in an environment without the SDK, on an artifact of the same checkpoint for the CPU"
         )
     artifact = open_artifact(args.artifact, place)
     own = Path(artifact.manifest["model"]["folder"])
@@ -97,19 +101,17 @@ def main() -> None:
 
     found = inspect(app, folder, prompt, ranks)
     print("\n".join(found.tree))
-    print(f"\n{'layer':>5}  {'config':<6}  {'projections':<11}  {'spacing':<7}  {'identity':<8}  furthest value, of what is allowed")
+    print(f"\nlayer  config  projections  spacing  identity  furthest value, of what is allowed")
     kinds = {True: "RoPE", False: "NoPE"}
     for layer, flag in enumerate(found.rope_of_config):
         of_layer = {name: d for (index, name), d in found.differences.items() if index == layer}
         name, worst = max(of_layer.items(), key=lambda item: item[1].error / item[1].tolerance)
-        print(
-            f"{layer:>5}  {kinds[flag]:<6}  {kinds[found.rope_of_projections[layer]]:<11}  {kinds[found.rope_of_spacing[layer]]:<7}  "
-            f"{'broken' if layer in found.broken_identity else 'exact':<8}  {name} {worst.error:.1e} of {worst.tolerance:.1e}"
-            f"{' WRONG' if worst.is_wrong else ''}"
-        )
+        probes = f"{kinds[found.rope_of_projections[layer]]:<11}  {kinds[found.rope_of_spacing[layer]]:<7}"
+        identity = "broken" if layer in found.broken_identity else "exact"
+        print(f"{layer:>5}  {kinds[flag]:<6}  {probes}  {identity:<8}  {name} {told(worst)}")
     for (layer, name), difference in found.differences.items():
         if layer is None:
-            print(f"{name}: {difference.error:.1e} of {difference.tolerance:.1e}{' WRONG' if difference.is_wrong else ''}")
+            print(f"{name}: {told(difference)}")
     if args.json:
         args.json.write_text(json.dumps(as_dict(found), indent=1) + "\n")
     if found.disagreeing:
@@ -117,8 +119,7 @@ def main() -> None:
     if found.broken_identity:
         print(f"layers {found.broken_identity}: input + attention + MLP is not the output")
     if found.first:
-        difference = found.differences[found.first]
-        print(f"first difference: {name_of(found.first)}: {difference.error:.1e} of its largest, {difference.tolerance:.1e} is allowed")
+        print(f"first difference: {name_of(found.first)}: off by {told(found.differences[found.first])}")
     if found.is_right:
         print(f"{len(found.differences)} values of {len(found.rope_of_config)} layers agree with transformers'")
     sys.exit(not found.is_right)
@@ -126,12 +127,15 @@ def main() -> None:
 
 def as_dict(found) -> dict:
     first = found.first
-    values = [{"layer": layer, "name": name, **asdict(difference)} for (layer, name), difference in found.differences.items()]
+    values = [{"layer": layer, "name": name, **asdict(value)} for (layer, name), value in found.differences.items()]
     probes = zip(found.rope_of_config, found.rope_of_projections, found.rope_of_spacing)
     layers = [
-        {"rope_of_config": config, "rope_of_projections": projections, "rope_of_spacing": spacing, "identity": index not in found.broken_identity}
+        {
+            "rope_of_config": config, "rope_of_projections": projections, "rope_of_spacing": spacing,
+            "identity": index not in found.broken_identity,
+        }
         for index, (config, projections, spacing) in enumerate(probes)
-    ]
+    ]  # fmt: skip
     return {"first": first and {"layer": first[0], "name": first[1]}, "layers": layers, "values": values, "tree": found.tree}
 
 

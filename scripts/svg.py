@@ -14,7 +14,8 @@ def _frame(title: str, x_label: str, y_label: str, height: int, body: Sequence[s
         f'font-size="11"><title>{escape(title)}</title><rect width="{WIDTH}" height="{height}" fill="#fff"/>'
         f'<text x="{LEFT}" y="16" font-size="13" font-weight="bold">{escape(title)}</text>{"".join(body)}'
         f'<text x="{middle}" y="{height - 6}" text-anchor="middle">{escape(x_label)}</text>'
-        f'<text transform="translate(12 {(TOP + height - BOTTOM) / 2}) rotate(-90)" text-anchor="middle">{escape(y_label)}</text></svg>'
+        f'<text transform="translate(12 {(TOP + height - BOTTOM) / 2}) rotate(-90)" text-anchor="middle">{escape(y_label)}</text>'
+        "</svg>"
     )
 
 
@@ -65,12 +66,14 @@ def lines(
         )
 
     for x, label in x_ticks:
-        body.append(f'<text x="{place(x, y_low)[0]:.1f}" y="{height - BOTTOM + 14}" text-anchor="middle">{escape(label)}</text>')
+        at = place(x, y_low)[0]
+        body.append(f'<text x="{at:.1f}" y="{height - BOTTOM + 14}" text-anchor="middle">{escape(label)}</text>')
     for index, (name, values) in enumerate(series.items()):
         colour = COLOURS[index % len(COLOURS)]
         path = " ".join("{:.1f},{:.1f}".format(*place(x, y)) for x, y in values)
         body.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
-        body.append(f'<text x="{WIDTH - RIGHT - 4}" y="{TOP + 12 + 14 * index}" text-anchor="end" fill="{colour}">{escape(name)}</text>')
+        at = f'x="{WIDTH - RIGHT - 4}" y="{TOP + 12 + 14 * index}" text-anchor="end"'
+        body.append(f'<text {at} fill="{colour}">{escape(name)}</text>')
     return _frame(title, x_label, y_label, height, body)
 
 

@@ -31,11 +31,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--tol-map", type=json.loads, metavar="JSON",
         help='allowed logit errors by top-k as shares of the largest logit, {"5": 0.01, "50": 0.02, "1000": 0.03, "all": 0.05} '
-        "(default: twice what transformers' own run in the artifact's dtype is off from the next wider one)",
+        "(default: twice what transformers' own run in the artifact's dtype is off)",
     )  # fmt: skip
     parser.add_argument(
-        "--divergence-difference-tol", type=float, help="how far apart a tie's logits may be, as such a share (default: of the same kind)"
-    )
+        "--divergence-difference-tol", type=float, metavar="SHARE",
+        help="how far apart the two logits of a tie may be, as such a share (default: follows from the same error)",
+    )  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="everything that was found")
     parser.add_argument("--html", type=Path, metavar="FILE", help="one page with plots, which needs nothing but itself")
     common.add_device(parser)
@@ -124,8 +125,8 @@ def summary(report, dtype: str) -> list[str]:
     return [
         f"verdict: {report.verdict}",
         f"largest logit errors under teacher forcing, as shares of the largest logit (allowed for {dtype}): {text}",
-        f"a tie may be {report.divergence_difference_tol:.1e} apart; {sum(judged.match == 1 for judged in chats)} of {len(chats)} "
-        f"chat prompts equal; perplexity of a text {numbers['model']:.5f}, transformers' {numbers['transformers']:.5f}, in the "
+        f"a tie may be {report.divergence_difference_tol:.1e} apart; {sum(judged.match == 1 for judged in chats)} of "
+        f"{len(chats)} chat prompts equal; perplexity of a text {numbers['model']:.5f}, transformers' {numbers['transformers']:.5f}, in the "
         f"wider dtype {numbers['exact']:.5f}",
     ]
 
@@ -174,7 +175,9 @@ def page(report, about: dict, lines: list[str], tokenizer) -> str:
         f"<td>{escape(judged.reason)}</td></tr>"
         for judged in report.cases
     )
-    head = svg.header(("verdict", "token match", "match when forced", "smallest margin", "logit error", "prompt", "answer", "why"))
+    head = svg.header(
+        ("verdict", "token match", "match when forced", "smallest margin", "logit error", "prompt", "answer", "why")
+    )
     facts = "".join(f"<p>{escape(line)}</p>" for line in lines)
     about_it = f"<pre>{escape(json.dumps(about, indent=1))}</pre>"
     return svg.page(

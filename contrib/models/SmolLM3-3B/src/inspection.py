@@ -1,6 +1,6 @@
 """The model beside transformers, layer by layer and value by value, and what each layer does to positions.
 
-The models run uncompiled, one prompt in one pass, with hooks on their modules: on the CPU runtime every rank in its thread, on
+The models run uncompiled, one prompt in one pass, with hooks on their modules: on the CPU runtime every rank in its thread, in
 the library's own CPU mode its one rank. What a value may be off by is measured as in validation.py.
 """
 
@@ -25,10 +25,11 @@ OF_LAYER = (
     "mlp_neurons", "mlp_output", "layer_output",
 )  # fmt: skip
 OF_MODEL = ("final_norm_output", "lm_head_output", "logits", "next_token_probs")
-PROJECTIONS = ("query_projection", "key_projection")  # not compared: what a layer does to positions is read from them
-QUERY_HEADS = ("attention_queries", "attention_scores", "attention_probabilities", "attention_head_outputs", "query_projection")
+QUERY_HEADS = (
+    "attention_queries", "attention_scores", "attention_probabilities", "attention_head_outputs", "query_projection"
+)  # fmt: skip
+# the projections are not compared: what a layer does to positions is read from them
 KEY_VALUE_HEADS = ("attention_keys", "attention_values", "key_projection")
-LAST_TOKEN = ("lm_head_output", "logits", "next_token_probs")
 Values = dict[tuple[int | None, str], Tensor]  # by layer (None: the model's own) and name
 
 
@@ -144,8 +145,8 @@ class Recorder(TorchFunctionMode):
         if attn_mask is not None:
             masked = attn_mask.logical_not() if attn_mask.dtype == torch.bool else attn_mask < 0
             scores = scores.masked_fill(masked, float("-inf"))
-        names = ("queries", query), ("keys", key), ("values", value), ("scores", scores), ("probabilities", scores.softmax(-1))
-        for name, tensor in names:
+        found = {"queries": query, "keys": key, "values": value, "scores": scores, "probabilities": scores.softmax(-1)}
+        for name, tensor in found.items():
             self.values.setdefault((self.layer, f"attention_{name}"), tensor)
 
     def close(self) -> None:
@@ -259,15 +260,17 @@ def joined(ranks: list[Values], config: Any, length: int) -> Values:
             count, of_rank = (heads, plan.query_heads) if name in QUERY_HEADS else (kv_heads, plan.key_value_heads)
             if first.dim() == 3:  # [length, heads * head_dim]
                 parts = [part.unflatten(-1, (-1, config.head_dim)).transpose(0, 1) for part in parts]
-            held = [(head, part) for rank, rows in enumerate(parts) for head, part in zip(_layout(of_rank, rank, rows, count), rows)]
-            by_head = {head: part for head, part in held if head is not None}
+            by_head = {}
+            for rank, rows in enumerate(parts):
+                by_head |= zip(_layout(of_rank, rank, rows, count), rows)
             whole[key] = torch.stack([by_head[head] for head in range(count)])[:, :length]
             if name in ("attention_scores", "attention_probabilities"):
                 whole[key] = whole[key][..., :length]
         elif name in ("mlp_activation", "mlp_neurons"):
             whole[key] = torch.cat(parts, -1)[:length, : config.intermediate_size]
         elif name == "lm_head_output":
-            whole[key] = (parts[0] if parts[0].shape[-1] >= config.vocab_size else torch.cat(parts, -1))[-1:, : config.vocab_size]
+            gathered = parts[0].shape[-1] >= config.vocab_size
+            whole[key] = (parts[0] if gathered else torch.cat(parts, -1))[-1:, : config.vocab_size]
         else:
             whole[key] = parts[0][:length]
     return whole

@@ -270,9 +270,10 @@ def _fault(case: Judged, tol_map: dict[str, float], divergence_difference_tol: f
     for position, difference in enumerate(case.divergence_difference):
         for name, tolerance in tol_map.items():
             if not case.errors[name][position] <= tolerance:
-                return f"logits of the top {name} are off by {case.errors[name][position]:.2g} at token {position}, not {tolerance:.2g}"
+                error = case.errors[name][position]
+                return f"logits of the top {name} are off by {error:.2g} at token {position}, {tolerance:.2g} is allowed"
         if not difference <= divergence_difference_tol:
-            return f"another token at {position}, by {difference:.2g} of the largest logit, not {divergence_difference_tol:.2g}"
+            return f"another token at {position}, by {difference:.2g} of the largest logit, {divergence_difference_tol:.2g} is allowed"
     return ""
 
 
