@@ -182,3 +182,42 @@ def test_plan(tmp_path):
     refused(run("plan", "--tp", "4"), "tp_degree is 4, trn1.2xlarge takes 1, 2")
     refused(run("plan", "--dtype", "int4"), "dtype is 'int4'")
     refused(run("plan", "--plot", tmp_path / "no/plan.png"), "cannot be written")
+
+
+@pytest.fixture(scope="module")
+def stale(artifact, tmp_path_factory):
+    """The artifact with another checkpoint's shard on one rank: its files have the sizes that its manifest names."""
+    from safetensors.torch import load_file, save_file
+
+    folder = shutil.copytree(artifact, tmp_path_factory.mktemp("stale") / "tiny")
+    shard = folder / "weights/tp1_sharded_checkpoint.safetensors"
+    weights = load_file(shard)
+    weights["layers.2.mlp.down_proj.weight"] = -weights["layers.2.mlp.down_proj.weight"]
+    save_file(weights, shard)
+    return folder
+
+
+def test_validate_says_right_and_writes_it_down(artifact, tmp_path):
+    page, found = tmp_path / "page.html", tmp_path / "found.json"
+    done = run("validate", artifact, "--max-new-tokens", 3, "--json", found, "--html", page)
+    assert done.returncode == 0 and "verdict: identical" in done.stdout, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1].startswith("57 of 57 prompts equal to transformers' (cpu, tp_degree 2, float32, 3 new tokens")
+    cases = json.loads(found.read_text())["cases"]
+    assert [sum(case["kind"] == kind for case in cases) for kind in ("prompt", "chat", "text")] == [57, 6, 1]
+    assert {case["verdict"] for case in cases} == {"identical"}
+    text = page.read_text()
+    assert text.count("<svg") == 3 and text.count("<tr>") == 65
+    assert not [word for word in ("href", "src=", "url(", "<script") if word in text], "the page needs something outside of it"
+
+
+def test_validate_says_wrong(stale, tmp_path):
+    done = run("validate", stale, "--max-new-tokens", 1)
+    assert done.returncode == 1 and "verdict: wrong" in done.stdout, done.stdout + done.stderr
+    refused(run("validate", stale, "--html", tmp_path / "no/page.html"), "no/page.html: no such folder")
+
+
+def test_inspect_layers_finds_the_layer(artifact, stale):
+    done = run("inspect_layers", artifact)
+    assert done.returncode == 0 and "124 values of 8 layers agree" in done.stdout, done.stdout + done.stderr
+    done = run("inspect_layers", stale)
+    assert done.returncode == 1 and "first difference: layer 2, mlp_output" in done.stdout, done.stdout + done.stderr

@@ -1,6 +1,6 @@
 """What is done with the model, whichever library stands behind its imports.
 
-A job is a dict: "name", "kind" (`generate`, `serve` or `shard`), "checkpoint", "neuron" (NeuronConfig's keywords), and for
+A job is a dict: "name", "kind" (`generate`, `serve`, `cost` or `shard`), "checkpoint", "neuron" (NeuronConfig's keywords), and for
 generate: "prompts" (token ids; they go in batches of the config's batch_size, right padded), "new_tokens", and
 optionally "sampling_params" (top_k, top_p, temperature per row), "adapter_ids" (per row), "barred" (tokens never
 chosen), "forced" (per prompt the tokens to feed instead of the model's own choice), "logits" (keep them: OUT/NAME.npz
@@ -9,12 +9,15 @@ step it "comes" at and how many tokens it "stays"; for shard: "keep" (the files)
 """
 
 import hashlib
+import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import numpy
 import torch
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def build_config(model_cls, job):
@@ -106,6 +109,59 @@ def serve(model_cls, job, rank, out, make_ready):
                 for request, token in zip(rows, output.logits[:, -1].argmax(-1).tolist()):
                     tokens[request].append(token)
     return {"tokens": tokens}
+
+
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
+
+
+class OperatorCount(TorchDispatchMode):
+    """Operators called while it is entered: all, those that compute (no views), matrix products; by whose line calls them."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.computing, self.products, self.by_origin = 0, 0, 0, Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.__name__.split(".")[0]
+        is_view = name == "_unsafe_view" or any(
+            value.alias_info and not value.alias_info.is_write for value in function._schema.returns
+        )
+        self.calls += 1
+        self.computing += not is_view
+        self.products += name in PRODUCTS
+        if not is_view:
+            self.by_origin[_origin(sys._getframe(1))] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def _origin(frame):
+    """The package of the nearest caller that is not torch: "model" (this project's), the library's or transformers."""
+    while frame:
+        parts = Path(frame.f_code.co_filename).parts
+        for name in ("torch", "neuronx_distributed_inference", "neuronx_distributed", "transformers"):
+            if name in parts:
+                break
+        else:
+            return "model"
+        if name != "torch":
+            return name
+        frame = frame.f_back
+    return "torch"
+
+
+@torch.no_grad()
+def cost(model_cls, job, rank, out, make_ready):
+    """What one step of token generation calls, after a prompt of three tokens."""
+    model = build(model_cls, job)
+    make_ready(model)
+    model.reset()
+    model(torch.tensor([[5, 6, 7]]), attention_mask=torch.ones(1, 3, dtype=torch.long), position_ids=torch.tensor([[0, 1, 2]]),
+          seq_ids=torch.tensor([0]))
+    mask = torch.ones(1, job["neuron"]["seq_len"], dtype=torch.long)
+    step = torch.tensor([[8]]), mask, torch.tensor([[3]]), torch.tensor([0]), torch.ones(1, 3)
+    with OperatorCount() as count:
+        model.token_generation_model.model(*step)
+    return {"calls": count.calls, "computing": count.computing, "products": count.products, "by_origin": dict(count.by_origin)}
 
 
 def load_logits(out, name):

@@ -125,6 +125,11 @@ class Artifact:
         """ "cpu" or "neuron": where its graphs run."""
         return self.manifest["place"]
 
+    @property
+    def adapter(self) -> str | None:
+        """Folder of the PEFT adapter that was merged."""
+        return (self.manifest["model"].get("adapter") or {}).get("folder")
+
     def load(self):
         """The model, ready to generate. `ensure_neuronx` must have been called."""
         from .modeling_smollm3_3b import NeuronSmolLM3ForCausalLM
