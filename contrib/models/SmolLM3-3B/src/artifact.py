@@ -20,7 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Callable, Iterator, TextIO
 
-from . import __version__, hf_config
+from . import __version__, chat, hf_config
 from .errors import SmolLM3Error
 from .quantization import check_quantization
 from .sharding import ShardingPlan
@@ -146,14 +146,17 @@ class Artifact:
             raise SmolLM3Error(f"{self.path}: no tokenizer.json in it; the checkpoint had none")
         return AutoTokenizer.from_pretrained(self.path)
 
+    def generation_config(self) -> dict[str, Any]:
+        """The checkpoint's generation_config.json; empty where it had none."""
+        path = self.path / "generation_config.json"
+        return json.loads(path.read_text()) if path.is_file() else {}
+
     def eos_token_ids(self) -> list[int]:
         """Of generation_config.json, else of the config."""
-        for name in ("generation_config.json", "neuron_config.json"):
-            if (self.path / name).is_file():
-                eos = json.loads((self.path / name).read_text()).get("eos_token_id")
-                if eos is not None:
-                    return eos if isinstance(eos, list) else [eos]
-        return []
+        eos = self.generation_config().get("eos_token_id")
+        if eos is None:
+            eos = json.loads((self.path / "neuron_config.json").read_text()).get("eos_token_id")
+        return [] if eos is None else eos if isinstance(eos, list) else [eos]
 
     def graph_files(self) -> list[str]:
         """What `compile` wrote: all but the weights and what was copied from the checkpoint."""
@@ -243,6 +246,7 @@ def compile_artifact(
         for file in TOKENIZER_FILES:
             if (folder / file).is_file():
                 shutil.copyfile(folder / file, staging / file)
+        chat.write_vllm_template(folder, staging)
         on_step("writing artifact.json")
         others = {p.relative_to(staging).as_posix() for p in staging.rglob("*") if p.is_file()} - weights.keys()
         files = {file: {"size": (staging / file).stat().st_size, "sha256": sha256(staging / file)} for file in others}
