@@ -37,7 +37,7 @@ def parse_args() -> argparse.Namespace:
 
 def on_cpu_runtime(artifact: Artifact):
     """The application and its ranks, uncompiled over the artifact's own shards."""
-    from smollm3_neuron.inspection import EagerRanks
+    from eager_ranks import EagerRanks
     from smollm3_neuron.modeling_smollm3_3b import NeuronSmolLM3ForCausalLM
 
     app = NeuronSmolLM3ForCausalLM(str(artifact.path))

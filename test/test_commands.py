@@ -62,6 +62,14 @@ def compiled(tmp_path: Path) -> list[str]:
         (["--quantized"], ["quantized: the CPU runtime", "leave it out"]),
         (["--quantized", "--quantization-dtype", "int4"], ["quantization_dtype is 'int4'", "'int8' or 'f8e4m3'"]),
         (["--merge-adapter", "/no/such/adapter"], ["/no/such/adapter: no adapter_config.json there"]),
+        (["--windowed-context-encoding-size", "48"], ["windowed_context_encoding_size", "a context of 64", "48"]),
+        (["--windowed-context-encoding-size", "32"], ["CPU runtime does not support windowed_context_encoding_size=32"]),
+        (["--sequence-parallel-enabled"], ["CPU runtime does not support sequence_parallel_enabled=True", "leave it out"]),
+        (
+            ["--async-mode", "--on-device-sampling-config", '{"top_k": 1}'],
+            ["CPU runtime does not support async_mode=True"],
+        ),
+        (["--is-prefix-caching", "--seq-len", "128"], ["CPU runtime does not support is_prefix_caching=True"]),
         (["--weights-only"], ["no artifact there whose graphs could be kept"]),
     ],
 )

@@ -1,10 +1,11 @@
 """validate.py and inspect_layers.py on copies of checkpoints: faults are called wrong and found, harmless changes are not.
 
-The models run uncompiled (inspection.EagerRanks), over shard files of their own; test_commands.py runs the commands.
+The models run uncompiled (scripts/eager_ranks.py), over shard files of their own; test_commands.py runs the commands.
 """
 
 import json
 import shutil
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import pytest
 import torch
 from reference import make_checkpoint
 from safetensors.torch import load_file, save_file
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "scripts"))
 
 SMALL = dict(vocab_size=128, hidden_size=64, intermediate_size=96, num_attention_heads=8, num_key_value_heads=4)
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16}
@@ -60,8 +63,8 @@ def load(folder: Path, out: Path, dtype: str = "float32", **settings):
 
     if ensure_neuronx() != "cpu":
         pytest.skip("the Neuron SDK is installed here: nxd_cpu is not used")
+    from eager_ranks import EagerRanks
     from smollm3_neuron.artifact import Settings, build_config
-    from smollm3_neuron.inspection import EagerRanks
     from smollm3_neuron.modeling_smollm3_3b import NeuronSmolLM3ForCausalLM
     from smollm3_neuron.shard_writer import write_shards
 
@@ -239,8 +242,8 @@ def test_a_stale_shard_is_wrong(stale, bases, judge, tmp_path):
         other = copy(bases["plain"], tmp_path / "other", None, lambda w: w.update({n: t * 1.001 for n, t in w.items()}))
         load(other, tmp_path / "of_other", tp_degree=2)
         shutil.copyfile(tmp_path / f"of_other/{files[stale].name}", files[stale])
+    from eager_ranks import EagerRanks
     from smollm3_neuron.artifact import Settings, build_config
-    from smollm3_neuron.inspection import EagerRanks
     from smollm3_neuron.modeling_smollm3_3b import NeuronSmolLM3ForCausalLM
 
     built = build_config(bases["plain"], Settings(tp_degree=2, seq_len=SEQ_LEN, torch_dtype="float32"))

@@ -1,11 +1,12 @@
 """What is done with the model, whichever library stands behind its imports.
 
-A job is a dict: "name", "kind" (`generate`, `serve`, `cost` or `shard`), "checkpoint", "neuron" (NeuronConfig's keywords), and for
-generate: "prompts" (token ids; they go in batches of the config's batch_size, right padded), "new_tokens", and
-optionally "sampling_params" (top_k, top_p, temperature per row), "adapter_ids" (per row), "barred" (tokens never
-chosen), "forced" (per prompt the tokens to feed instead of the model's own choice), "logits" (keep them: OUT/NAME.npz
-holds one [steps, vocabulary] array per prompt); for serve: "prompts", and of each request its "lines" of the cache, the
-step it "comes" at and how many tokens it "stays"; for shard: "keep" (the files).
+A job is a dict: "name", "kind" (`generate`, `serve`, `share`, `cost` or `shard`), "checkpoint", "neuron" (NeuronConfig's
+keywords), and for generate: "prompts" (token ids; they go in batches of the config's batch_size, right padded),
+"new_tokens", and optionally "sampling_params" (top_k, top_p, temperature per row), "adapter_ids" (per row), "barred"
+(tokens never chosen), "forced" (per prompt the tokens to feed instead of the model's own choice), "logits" (keep them:
+OUT/NAME.npz holds one [steps, vocabulary] array per prompt); for serve: "prompts", and of each request its "lines" of the
+cache, the step it "comes" at and how many tokens it "stays"; for share, which is prefix caching: "prompts" and
+"new_tokens"; for shard: "keep" (the files).
 """
 
 import hashlib
@@ -162,6 +163,61 @@ def cost(model_cls, job, rank, out, make_ready):
     with OperatorCount() as count:
         model.token_generation_model.model(*step)
     return {"calls": count.calls, "computing": count.computing, "products": count.products, "by_origin": dict(count.by_origin)}
+
+
+class Blocks:
+    """The blocks of the cache as vLLM hands them out: a full block is found again by all the tokens up to its end."""
+
+    def __init__(self, neuron):
+        self.size, self.per_request = neuron["pa_block_size"], neuron["seq_len"] // neuron["pa_block_size"]
+        self.free, self.found = iter(range(1, neuron["pa_num_blocks"])), {}  # block 0 is vLLM's padding
+
+    def of(self, prompt):
+        """The request's blocks, and how many of its tokens are in the cache; the last token never counts."""
+        table, cached = [], 0
+        for end in range(self.size, self.size * self.per_request + 1, self.size):
+            key = tuple(prompt[:end]) if end <= len(prompt) else None
+            if key in self.found and end < len(prompt):
+                cached = end
+                table.append(self.found[key])
+            else:
+                table.append(next(self.free))
+                self.found[key] = table[-1]
+        return table, cached
+
+    def slots(self, table, first, last):
+        return [table[p // self.size] * self.size + p % self.size for p in range(first, last)]
+
+
+def share(model_cls, job, rank, out, make_ready):
+    """Greedy tokens of requests that share their beginnings: called as vllm-neuron calls the model. They are encoded one by
+    one, and decoded together on slots in falling order; "cached" are the tokens that each found."""
+    model = build(model_cls, job)
+    make_ready(model)
+    blocks, tokens, tables, found = Blocks(job["neuron"]), [], [], []
+    with torch.inference_mode():
+        for prompt in job["prompts"]:
+            table, cached = blocks.of(prompt)
+            logits = model(
+                torch.tensor([prompt]), position_ids=torch.arange(len(prompt))[None], seq_ids=torch.tensor([0]),
+                block_table=torch.tensor([table]), slot_mapping=torch.tensor([blocks.slots(table, cached, len(prompt))]),
+                full_context_lens=torch.tensor([[len(prompt)]]), computed_context_lens=torch.tensor([[cached]]),
+            ).logits
+            tokens.append([int(logits[0, -1].argmax())])
+            tables.append(table)
+            found.append(cached)
+        for step in range(job["new_tokens"] - 1):
+            lengths = [len(prompt) + step for prompt in job["prompts"]]
+            positions = torch.tensor(lengths)[:, None]
+            logits = model(
+                torch.tensor([row[-1:] for row in tokens]), position_ids=positions,
+                seq_ids=torch.arange(len(tokens)).flip(0), block_table=torch.tensor(tables),
+                slot_mapping=torch.tensor([blocks.slots(t, p, p + 1) for t, p in zip(tables, lengths)]),
+                full_context_lens=positions + 1, computed_context_lens=positions,
+            ).logits
+            for row, token in zip(tokens, logits[:, -1].argmax(-1).tolist()):
+                row.append(token)
+    return {"tokens": tokens, "cached": found}
 
 
 def load_logits(out, name):

@@ -20,6 +20,7 @@ RANDOM = {
     "listed-inverted": {"no_rope_layers": [0, 1, 1, 0, 1]},
     "interval-2": {"no_rope_layer_interval": 2},
     "head-dim": {"head_dim": 32},
+    "head-dim-72": {"head_dim": 72},
     "odd-vocabulary": {"vocab_size": 253},
     # prompts of 5 and 17 tokens with 32 more go over the original length
     "yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}},
@@ -30,6 +31,7 @@ RANDOM = {
             "original_max_position_embeddings": 32,
         }
     },
+    "long": {"max_position_embeddings": 1024},
     "one-token": {},  # prompted with one, which the library would read at its padding
     "window": {"use_sliding_window": True, "sliding_window": 16},  # on the NoPE layer
     "window-listed": {

@@ -15,7 +15,7 @@ import shutil
 import tempfile
 import time
 import zlib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Callable, Iterator, TextIO
@@ -24,6 +24,7 @@ from . import __version__, chat, hf_config
 from .errors import SmolLM3Error
 from .quantization import check_quantization
 from .sharding import ShardingPlan
+from .switches import check_encoding
 
 FORMAT = 1
 MANIFEST = "artifact.json"
@@ -58,6 +59,13 @@ class Settings:
     context_encoding_buckets: list[int] | None = None  # None: powers of two from 128 on
     token_generation_buckets: list[int] | None = None
     on_device_sampling_config: dict[str, Any] | None = None  # None: logits come back, and the host samples
+    vocab_parallel: bool = False
+    sequence_parallel_enabled: bool = False
+    async_mode: bool = False
+    windowed_context_encoding_size: int | None = None
+    is_prefix_caching: bool = False  # with the block KV layout
+    pa_block_size: int | None = None  # None: 32 with prefix caching
+    pa_num_blocks: int | None = None  # None: enough for batch_size requests of seq_len
     quantized: bool = False
     quantization_type: str = "per_tensor_symmetric"
     quantization_dtype: str = "int8"
@@ -94,7 +102,30 @@ class Settings:
         check_quantization(SimpleNamespace(**config, neuron_config=self))
         self._check_buckets("context_encoding_buckets", "max_context_length", context)
         self._check_buckets("token_generation_buckets", "seq_len", self.seq_len)
-        return Settings(**{**asdict(self), "max_context_length": context, "ctx_batch_size": prompts})
+        block, blocks = self._check_blocks()
+        settings = replace(
+            self, max_context_length=context, ctx_batch_size=prompts, pa_block_size=block, pa_num_blocks=blocks
+        )
+        check_encoding(settings)
+        return settings
+
+    def keywords(self) -> dict[str, Any]:
+        """NeuronConfig's, with torch_dtype by its name."""
+        given = {name: value for name, value in asdict(self).items() if value is not None}
+        return {**given, "is_block_kv_layout": self.is_prefix_caching}
+
+    def _check_blocks(self) -> tuple[int | None, int | None]:
+        """pa_block_size and pa_num_blocks."""
+        if not self.is_prefix_caching:
+            for name in ("pa_block_size", "pa_num_blocks"):
+                if getattr(self, name) is not None:
+                    raise SmolLM3Error(
+                        f"{name} is {getattr(self, name)}, but is_prefix_caching is off: turn it on or leave the other out"
+                    )
+            return None, None
+        block = 32 if self.pa_block_size is None else self.pa_block_size
+        needed = self.batch_size * self.seq_len // max(block, 1)
+        return block, needed if self.pa_num_blocks is None else self.pa_num_blocks
 
     def _check_buckets(self, name: str, limit_name: str, limit: int) -> None:
         buckets = getattr(self, name)
@@ -171,7 +202,7 @@ def build_config(folder: Path, settings: Settings):
     from .modeling_smollm3_3b import SmolLM3InferenceConfig
 
     settings = settings.checked(hf_config.read_config(folder))
-    values = {**asdict(settings), "torch_dtype": getattr(torch, settings.torch_dtype)}
+    values = {**settings.keywords(), "torch_dtype": getattr(torch, settings.torch_dtype)}
     if settings.quantized:  # the library wants a path, and reads it only if it is to shard
         values["quantized_checkpoints_path"] = str(folder)
     # the library is told to skip sharding: shard_writer.py does it
@@ -238,7 +269,11 @@ def compile_artifact(
             from .modeling_smollm3_3b import NeuronSmolLM3ForCausalLM
 
             on_step(f"compiling for tp_degree {settings.tp_degree}")
-            NeuronSmolLM3ForCausalLM(str(folder), config).compile(str(staging))
+            try:
+                model = NeuronSmolLM3ForCausalLM(str(folder), config)
+            except NotImplementedError as error:  # the library's, or the CPU runtime's, for a setting that it has not
+                raise SmolLM3Error(f"{error}; leave it out") from None
+            model.compile(str(staging))
         compile_seconds = time.perf_counter() - seconds
         on_step("sharding the weights")
         total = shard_bytes(config)

@@ -33,38 +33,6 @@ KEY_VALUE_HEADS = ("attention_keys", "attention_values", "key_projection")
 Values = dict[tuple[int | None, str], Tensor]  # by layer (None: the model's own) and name
 
 
-class EagerRanks:
-    """Takes the place of the CPU runtime's compiled graphs: every rank's model as modules, over the artifact's shards."""
-
-    def __init__(self, app, weights: Path):
-        from neuronx_distributed._cpu import RankThreads
-        from neuronx_distributed_inference._graph import map_shard
-
-        self.threads = RankThreads(app.neuron_config.tp_degree)
-        self.models = []
-        for rank in range(app.neuron_config.tp_degree):
-            model = app.context_encoding_model._build(app.neuron_config.max_context_length)
-            state = map_shard(str(weights / f"tp{rank}_sharded_checkpoint.safetensors"))
-            for name, parameter in model.named_parameters():
-                if name.startswith("kv_mgr."):
-                    state[name] = torch.zeros(parameter.shape, dtype=parameter.dtype)
-            model.load_state_dict(state, assign=True)
-            self.models.append(model)
-        for wrapper in app.models:
-            wrapper.model = self
-        self.around: Callable[[int], Any] | None = None  # rank -> a context to run the rank's model in
-
-    def run(self, tag: str, bucket: int, inputs: Sequence[Tensor]) -> Tensor:
-        def step(rank: int) -> Tensor:
-            self.models[rank].n_positions = bucket
-            if self.around is None:
-                return self.models[rank](*inputs)[0]
-            with self.around(rank):
-                return self.models[rank](*inputs)[0]
-
-        return self.threads.run(step)[0]
-
-
 class Recorder(TorchFunctionMode):
     """Writes down one model's values while it is entered; what a rank holds of a value stays a part of it here.
 
@@ -197,9 +165,9 @@ class Inspection:
 
 @torch.no_grad()
 def inspect(
-    app, folder: Path, prompt: Sequence[int], ranks: EagerRanks | None, adapter: str | None = None
+    app, folder: Path, prompt: Sequence[int], ranks: Any = None, adapter: str | None = None
 ) -> Inspection:
-    """The application, on EagerRanks or (None) in the library's CPU mode, beside the checkpoint in `folder` with the PEFT
+    """The application, on `ranks` (scripts/eager_ranks.py) or (None) in the library's CPU mode, beside the checkpoint in `folder` with the PEFT
     adapter in that folder merged."""
     config = app.config
     models = ranks.models if ranks else [app.context_encoding_model.model]

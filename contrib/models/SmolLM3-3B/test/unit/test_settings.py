@@ -19,6 +19,11 @@ def checked(**settings):
         ({"batch_size": 4, "is_continuous_batching": True}, {"ctx_batch_size": 1}),
         ({"batch_size": 4, "is_continuous_batching": True, "ctx_batch_size": 2}, {"ctx_batch_size": 2}),
         ({"enable_bucketing": True, "context_encoding_buckets": [64, 256]}, {"token_generation_buckets": None}),
+        ({"is_prefix_caching": True}, {"pa_block_size": 32, "pa_num_blocks": 8}),
+        (
+            {"batch_size": 4, "is_continuous_batching": True, "is_prefix_caching": True, "pa_block_size": 16},
+            {"pa_num_blocks": 64},
+        ),
     ],
 )
 def test_what_is_filled_in(settings, expected):
@@ -38,6 +43,13 @@ def test_what_is_filled_in(settings, expected):
         ({"enable_bucketing": True, "context_encoding_buckets": [1, 256]}, ["[1, 256]", "at least 2"]),
         ({"on_device_sampling_config": {"do_smaple": True}}, ["do_smaple True", "do_sample"]),
         ({"on_device_sampling_config": {"global_topk": "all"}}, ["global_topk 'all'", "numbers"]),
+        ({"pa_block_size": 32}, ["pa_block_size is 32", "is_prefix_caching is off"]),
+        ({"pa_num_blocks": 32}, ["pa_num_blocks is 32", "is_prefix_caching is off"]),
+        ({"is_prefix_caching": True, "pa_block_size": 0}, ["pa_block_size is 0", "power of two"]),
+        ({"is_prefix_caching": True, "batch_size": 2}, ["is_prefix_caching", "ctx_batch_size of 2", "is_continuous_batching"]),
+        ({"sequence_parallel_enabled": True, "tp_degree": 3}, ["a context of 256", "tp_degree 3"]),
+        ({"windowed_context_encoding_size": 48}, ["windowed_context_encoding_size", "a context of 256"]),
+        ({"async_mode": True}, ["async_mode", "on_device_sampling_config"]),
         ({"enable_bucketing": True, "context_encoding_buckets": []}, ["context_encoding_buckets is []"]),
     ],
 )
