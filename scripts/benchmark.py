@@ -250,9 +250,10 @@ def row_of(artifact, worker: Worker, length: int, found: list[dict]) -> Row:
     gaps = [gap for one in found for gap in one["gaps"]]
     percentiles = {f"p{share}": percentile(gaps, share / 100) for share in (50, 90, 99)}
     is_artifact, settings = worker.name == "artifact", artifact.settings
+    firsts = [one["first"] for one in found]
     return Row(
         artifact.path.name, worker.name, settings.tp_degree if is_artifact else 1, settings.batch_size, length,
-        statistics.median(one["first"] for one in found), (min(one["first"] for one in found), min(gaps)), percentiles, settings.batch_size / percentiles["p50"],
+        statistics.median(firsts), (min(firsts), min(gaps)), percentiles, settings.batch_size / percentiles["p50"],
         max(one["memory"] for one in found), worker.load, artifact.manifest["seconds"]["compile"] if is_artifact else None,
     )  # fmt: skip
 

@@ -273,7 +273,8 @@ def _fault(case: Judged, tol_map: dict[str, float], divergence_difference_tol: f
                 error = case.errors[name][position]
                 return f"logits of the top {name} are off by {error:.2g} at token {position}, {tolerance:.2g} is allowed"
         if not difference <= divergence_difference_tol:
-            return f"another token at {position}, by {difference:.2g} of the largest logit, {divergence_difference_tol:.2g} is allowed"
+            allowed = f"{divergence_difference_tol:.2g} is allowed"
+            return f"another token at {position}, by {difference:.2g} of the largest logit, {allowed}"
     return ""
 
 
