@@ -4,18 +4,22 @@ TP ?= 2
 VENV := .venv
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test hlo-venv clean
+.PHONY: demo test hlo-venv vllm-venv clean
 
 demo: $(STAMP)
 	$(VENV)/bin/python scripts/compile.py --model tiny --tp $(TP) --seq-len 128 --dtype float32 --device cpu --output artifacts/tiny-demo-tp$(TP)
 	$(VENV)/bin/python scripts/validate.py artifacts/tiny-demo-tp$(TP) --device cpu
 
 test: $(STAMP)
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest -n auto --dist loadfile
 
 # the compile path without a device, see contrib/neuron_hlo
 hlo-venv:
 	PYTHON=$(PYTHON) contrib/neuron_hlo/make_venvs.sh
+
+# real vLLM beside the model, see SERVING.md
+vllm-venv:
+	PYTHON=$(PYTHON) TORCH_INDEX="$(TORCH_INDEX)" test/vllm/make_venvs.sh
 
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' || \

@@ -10,8 +10,9 @@ import warnings
 from pathlib import Path
 
 import common
-from smollm3_neuron import device, hf_config, models
+from smollm3_neuron import device, hf_config, models, vllm_serving
 from smollm3_neuron.artifact import Settings, compile_artifact
+from smollm3_neuron.quantization import DTYPES, PARTS, TYPES
 from smollm3_neuron.sharding import ShardingPlan
 from tqdm import tqdm
 
@@ -31,7 +32,17 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--enable-bucketing", action="store_true", help="graphs for several lengths, powers of two if none given")
     parser.add_argument("--context-encoding-buckets", type=int, nargs="+", metavar="N", help="lengths of prompts")
     parser.add_argument("--token-generation-buckets", type=int, nargs="+", metavar="N", help="lengths of the cache")
-    parser.add_argument("--on-device-sampling-config", type=json_object, metavar="JSON", help='{"dynamic": true}: sample on the device')
+    parser.add_argument("--on-device-sampling-config", type=json_object, metavar="JSON", default=argparse.SUPPRESS,
+                        help='{"dynamic": true}: sample on the device; null: on the host (default, but with --for-vllm)')
+    parser.add_argument(
+        "--for-vllm", action="store_true",
+        help="what vllm-neuron would compile for --max-num-seqs BATCH_SIZE --max-model-len SEQ_LEN; prints how to serve it",
+    )  # fmt: skip
+    parser.add_argument("--quantized", action="store_true", help="8-bit weights, quantized while they are sharded; device only")
+    parser.add_argument("--quantization-type", default=Settings.quantization_type, help=f"{' or '.join(TYPES)} (default: %(default)s)")
+    parser.add_argument("--quantization-dtype", default=Settings.quantization_dtype, help=f"{' or '.join(DTYPES)} (default: %(default)s)")
+    parser.add_argument("--modules-to-not-convert", nargs="+", metavar="NAME", help=f"leave as they are: {', '.join(PARTS)}")
+    parser.add_argument("--merge-adapter", type=Path, metavar="FOLDER", help="a PEFT LoRA adapter to merge into the weights")
     parser.add_argument("--weights-only", action="store_true", help="keep the artifact's graphs, shard the weights again")
     parser.add_argument("--output", type=Path, help="artifact folder (default: artifacts/MODEL-tpN)")
     common.add_device(parser)
@@ -44,9 +55,9 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def json_object(text: str) -> dict:
+def json_object(text: str) -> dict | None:
     value = json.loads(text)
-    if not isinstance(value, dict):
+    if not isinstance(value, dict | None):
         raise ValueError(text)
     return value
 
@@ -93,8 +104,14 @@ def main() -> None:
         enable_bucketing=args.enable_bucketing,
         context_encoding_buckets=args.context_encoding_buckets,
         token_generation_buckets=args.token_generation_buckets,
-        on_device_sampling_config=args.on_device_sampling_config,
+        on_device_sampling_config=getattr(args, "on_device_sampling_config", None),
+        quantized=args.quantized,
+        quantization_type=args.quantization_type,
+        quantization_dtype=args.quantization_dtype,
+        modules_to_not_convert=args.modules_to_not_convert,
     )
+    if args.for_vllm:
+        settings = vllm_serving.settings_of_server(settings, sampling_given="on_device_sampling_config" in args)
     if args.device == "hlo":
         return lower(args, settings)
     place = device.choose_place(args.device)
@@ -128,12 +145,15 @@ def main() -> None:
             name=name,
             revision=revision,
             weights_only=args.weights_only,
+            merge_adapter=args.merge_adapter,
             on_step=on_step,
             on_bytes=on_bytes,
         )
     print(f"\n{artifact.path}: {name}, tp_degree {args.tp}, in {time.perf_counter() - began:.1f} s")
     for file, entry in artifact.manifest["files"].items():
         print(f"  {file:<44} {entry['size'] / 1e6:10.2f} MB")
+    if args.for_vllm:
+        print(f"\nServe it: {vllm_serving.serve_command(artifact)}")
     print(f'\nRun it: python scripts/generate.py {artifact.path} "The square root of 144 is"')
 
 

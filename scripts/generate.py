@@ -7,20 +7,30 @@ import warnings
 from pathlib import Path
 
 import common
-from smollm3_neuron import device
-from smollm3_neuron.artifact import open_artifact
+from smollm3_neuron import chat, device
+from smollm3_neuron.artifact import Artifact, open_artifact
 from smollm3_neuron.errors import SmolLM3Error
+
+NEW_TOKENS = 128
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("artifact", type=Path)
-    parser.add_argument("prompts", nargs="+", metavar="prompt")
+    parser.add_argument("prompts", nargs="*", metavar="prompt")
     parser.add_argument("--tp", type=int, help="refuse an artifact made for another tensor-parallel degree")
-    parser.add_argument("--max-new-tokens", type=int, default=128, help="default: %(default)s")
+    parser.add_argument("--max-new-tokens", type=int, help=f"default: {NEW_TOKENS}, or as many as the context takes")
     parser.add_argument("--chat", action="store_true", help="each prompt is a user's turn, rendered by the chat template")
     parser.add_argument("--think", action=argparse.BooleanOptionalAction, help="reasoning mode of the chat (default: on)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy (default)")
+    parser.add_argument(
+        "--messages", type=Path, metavar="FILE",
+        help="with --chat, a conversation in place of prompts: JSON, its messages, or an object with messages and "
+        + ", ".join(chat.VARIABLES),
+    )  # fmt: skip
+    parser.add_argument("--today", metavar="DATE", help="the date that the chat template writes (default: today)")
+    parser.add_argument(
+        "--temperature", type=float, help="0: greedy (default: in a chat the checkpoint's own sampling, else 0)"
+    )
     parser.add_argument("--top-p", type=float)
     parser.add_argument("--top-k", type=int)
     parser.add_argument("--seed", type=int, default=0, help="of the sampling (default: %(default)s)")
@@ -58,39 +68,67 @@ class Printer:
                 print(f"[{row}] {prompt}{self.text(row)}")
 
 
-def main() -> None:
-    args = parse_args()
+def check_args(args: argparse.Namespace) -> None:
     if args.think is not None and not args.chat:
         raise SmolLM3Error("--think and --no-think are modes of the chat: add --chat")
+    if (args.messages or args.today) and not args.chat:
+        raise SmolLM3Error("--messages and --today are of the chat: add --chat")
+    if bool(args.prompts) == bool(args.messages):
+        raise SmolLM3Error("give prompts, or with --chat --messages FILE, and not both")
+
+
+def chat_prompts(args: argparse.Namespace, tokenizer) -> list[str]:
+    """What the chat template makes of the prompts or the conversation; the arguments win over what the file says."""
+    conversations = [{"messages": [{"role": "user", "content": prompt}]} for prompt in args.prompts]
+    if args.messages:
+        conversations = [chat.read_conversation(args.messages)]
+    more = {"enable_thinking": args.think, "today": args.today}
+    more = {name: value for name, value in more.items() if value is not None}
+    return [chat.render(tokenizer, **{**conversation, **more}) for conversation in conversations]
+
+
+def sampling_asked_for(args: argparse.Namespace, artifact: Artifact) -> dict:
+    """The arguments, and in a chat for what they leave out the checkpoint's generation_config.json."""
+    asked = artifact.generation_config()
+    on_device = artifact.settings.on_device_sampling_config
+    greedy = on_device is not None and not (on_device.get("do_sample") or on_device.get("dynamic"))
+    if not args.chat or not asked.get("do_sample") or greedy:
+        asked = {"temperature": 0.0}
+    asked.setdefault("temperature", 1.0)
+    values = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
+    return {name: asked.get(name) if value is None else value for name, value in values.items()}
+
+
+def say_what_is_left(asked: int, prompts: list[list[int]], seq_len: int) -> None:
+    """A line per prompt whose answer the context will cut short. The last token needs no place in the cache."""
+    for index, prompt in enumerate(prompts):
+        left = seq_len - len(prompt) + 1
+        if asked > left > 0:
+            print(f"note: --max-new-tokens {asked}, but prompt {index} leaves {left} of {seq_len}", file=sys.stderr)
+
+
+def main() -> None:
+    args = parse_args()
+    check_args(args)
     place = device.choose_place(args.device)
     artifact = open_artifact(args.artifact, place, tp_degree=args.tp, verify=args.verify)
     from smollm3_neuron.generation import Sampling, generate
 
-    sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
+    sampling = Sampling(**sampling_asked_for(args, artifact), seed=args.seed)
     if place == "cpu":
         logging.disable(logging.WARNING)
         warnings.simplefilter("ignore")
     tokenizer = artifact.tokenizer()
-    texts = args.prompts
-    if args.chat:
-        if tokenizer.chat_template is None:
-            raise SmolLM3Error(f"{args.artifact}: its checkpoint has no chat template; leave --chat out")
-        texts = [
-            tokenizer.apply_chat_template(
-                [{"role": "user", "content": prompt}],
-                add_generation_prompt=True,
-                tokenize=False,
-                enable_thinking=args.think is not False,
-            )
-            for prompt in texts
-        ]
+    texts = chat_prompts(args, tokenizer) if args.chat else args.prompts
     prompts = tokenizer(texts, add_special_tokens=not args.chat)["input_ids"]
+    if args.max_new_tokens is not None:
+        say_what_is_left(args.max_new_tokens, prompts, artifact.settings.seq_len)
     model = artifact.load()
     printer = Printer(tokenizer, [""] if args.chat and len(texts) == 1 else args.prompts)
     generate(
         model,
         prompts,
-        args.max_new_tokens,
+        NEW_TOKENS if args.max_new_tokens is None else args.max_new_tokens,
         eos_token_ids=artifact.eos_token_ids(),
         pad_token_id=tokenizer.pad_token_id or 0,
         sampling=sampling,

@@ -87,6 +87,8 @@ def main() -> None:
             "in an environment without the SDK, on an artifact of the same checkpoint for the CPU"
         )
     artifact = open_artifact(args.artifact, place)
+    if args.nxd_source and artifact.adapter:
+        raise SmolLM3Error(f"--nxd-source, but {artifact.adapter} is merged into the artifact: leave --nxd-source out")
     own = Path(artifact.manifest["model"]["folder"])
     folder = args.model or own
     if not (folder / "config.json").is_file():
@@ -99,7 +101,7 @@ def main() -> None:
     app, ranks = on_sources(artifact, args.nxd_source, own) if args.nxd_source else on_cpu_runtime(artifact)
     from smollm3_neuron.inspection import inspect
 
-    found = inspect(app, folder, prompt, ranks)
+    found = inspect(app, folder, prompt, ranks, artifact.adapter)
     print("\n".join(found.tree))
     print(f"\nlayer  config  projections  spacing  identity  furthest value, of what is allowed")
     kinds = {True: "RoPE", False: "NoPE"}

@@ -77,7 +77,7 @@ def main() -> None:
     try:
         report = validate(
             artifact.load(),
-            Reference(folder, getattr(torch, settings.torch_dtype)),
+            Reference(folder, getattr(torch, settings.torch_dtype), artifact.adapter),
             cases,
             args.max_new_tokens,
             barred_token_ids=artifact.eos_token_ids(),

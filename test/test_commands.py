@@ -48,6 +48,8 @@ def compiled(tmp_path: Path) -> list[str]:
     [
         (["--model", "/no/such/folder"], ["/no/such/folder: no such folder", "tiny"]),
         (["--model", "nosuchmodel"], ["nosuchmodel: no such folder"]),
+        (["--model", "folder/SmolLM3.Q8_0.gguf"], ["SmolLM3.Q8_0.gguf: GGUF is not read", "safetensors"]),
+        (["--model", "ggml-org/SmolLM3-3B-GGUF"], ["ggml-org/SmolLM3-3B-GGUF: GGUF is not read", "HuggingFaceTB/SmolLM3-3B"]),
         (["--tp", "0"], ["tp_degree is 0", "1 to 32"]),
         (["--tp", "33"], ["tp_degree is 33", "1 to 32"]),
         (["--seq-len", "1"], ["seq_len is 1", "from 2 to 4096"]),
@@ -57,6 +59,9 @@ def compiled(tmp_path: Path) -> list[str]:
         (["--dtype", "int8"], ["dtype is 'int8'", "bfloat16"]),
         (["--device", "neuron"], ["Neuron SDK is not installed", "--device cpu"]),
         (["--device", "gpu"], ["device is 'gpu'", "neuron, cpu"]),
+        (["--quantized"], ["quantized: the CPU runtime", "leave it out"]),
+        (["--quantized", "--quantization-dtype", "int4"], ["quantization_dtype is 'int4'", "'int8' or 'f8e4m3'"]),
+        (["--merge-adapter", "/no/such/adapter"], ["/no/such/adapter: no adapter_config.json there"]),
         (["--weights-only"], ["no artifact there whose graphs could be kept"]),
     ],
 )

@@ -2,9 +2,10 @@
 
 A job is a dict: "name", "kind" (`generate`, `serve`, `cost` or `shard`), "checkpoint", "neuron" (NeuronConfig's keywords), and for
 generate: "prompts" (token ids; they go in batches of the config's batch_size, right padded), "new_tokens", and
-optionally "sampling_params" (top_k, top_p, temperature per row), "barred" (tokens never chosen), "forced" (per prompt the tokens to feed instead of the model's own choice),
-"logits" (keep them: OUT/NAME.npz holds one [steps, vocabulary] array per prompt); for serve: "prompts", and of each
-request its "lines" of the cache, the step it "comes" at and how many tokens it "stays"; for shard: "keep" (the files).
+optionally "sampling_params" (top_k, top_p, temperature per row), "adapter_ids" (per row), "barred" (tokens never
+chosen), "forced" (per prompt the tokens to feed instead of the model's own choice), "logits" (keep them: OUT/NAME.npz
+holds one [steps, vocabulary] array per prompt); for serve: "prompts", and of each request its "lines" of the cache, the
+step it "comes" at and how many tokens it "stays"; for shard: "keep" (the files).
 """
 
 import hashlib
@@ -19,7 +20,7 @@ from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-def build(model_cls, job):
+def build_config(model_cls, job):
     from neuronx_distributed_inference.utils.hf_adapter import load_pretrained_config
 
     options = {"on_cpu": job["kind"] != "shard", "torch_dtype": "float32", **job["neuron"]}
@@ -27,8 +28,11 @@ def build(model_cls, job):
     options.setdefault("max_context_length", options["seq_len"])
     config_cls = model_cls.get_config_cls()
     neuron_config = config_cls.get_neuron_config_cls()(**options)
-    config = config_cls(neuron_config, load_config=load_pretrained_config(job["checkpoint"]))
-    return model_cls(job["checkpoint"], config)
+    return config_cls(neuron_config, load_config=load_pretrained_config(job["checkpoint"]))
+
+
+def build(model_cls, job):
+    return model_cls(job["checkpoint"], build_config(model_cls, job))
 
 
 def generate_batch(model, job, prompts, forced):
@@ -44,6 +48,7 @@ def generate_batch(model, job, prompts, forced):
         output = model(
             input_ids=input_ids, attention_mask=mask, position_ids=positions, seq_ids=torch.arange(len(prompts)),
             sampling_params=torch.tensor(job["sampling_params"][: len(prompts)]) if "sampling_params" in job else None,
+            adapter_ids=torch.tensor(job["adapter_ids"][: len(prompts)]) if "adapter_ids" in job else None,
         )
         if job["neuron"].get("on_device_sampling_config"):
             tokens.append(output.hidden_states.flatten().long())
@@ -175,9 +180,14 @@ def library_sharder(model, folder):
 
 
 def shard(model_cls, job, rank, out, sharder=library_sharder):
-    """One dict of digests per rank."""
-    with tempfile.TemporaryDirectory(dir=out) as scratch:
+    """One dict of digests per rank. The library shards a quantized model from a checkpoint that it quantized itself."""
+    with tempfile.TemporaryDirectory(dir=out) as scratch, tempfile.TemporaryDirectory(dir=out) as quantized:
         folder = Path(out) / job["name"] if job.get("keep") else Path(scratch)
-        sharder(build(model_cls, job), str(folder))
+        if job["neuron"].get("quantized"):
+            job = {**job, "neuron": {**job["neuron"], "quantized_checkpoints_path": quantized}}
+        model = build(model_cls, job)
+        if job["neuron"].get("quantized") and sharder is library_sharder:
+            model_cls.save_quantized_state_dict(job["checkpoint"], model.config)
+        sharder(model, str(folder))
         files = [folder / f"tp{r}_sharded_checkpoint.safetensors" for r in range(job["neuron"]["tp_degree"])]
         return {"digests": [{name: digest(t) for name, t in sorted(load_file(file).items())} for file in files]}

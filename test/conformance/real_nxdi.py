@@ -53,8 +53,17 @@ def import_model(job_file):
 
 
 def to_cpu(model):
-    """The library's CPU mode; with buckets each step is told its own, as tracing tells each graph its own."""
+    """The library's CPU mode; with buckets each step is told its own, as tracing tells each graph its own.
+
+    With LoRA the adapters' weights stand behind the KV caches in the outputs: on a device they go into aliased buffers, CPU
+    mode writes those in place and would take them for more caches.
+    """
     model.to_cpu()
+    if model.neuron_config.lora_config is not None:
+        for wrapper in model.models:
+            wrapper.model.register_forward_hook(
+                lambda module, arguments, outputs: outputs[: 1 + len(module.kv_mgr.past_key_values)]
+            )
     if model.neuron_config.enable_bucketing:
         for wrapper in model.models:
             wrapper.model.register_forward_pre_hook(

@@ -84,6 +84,21 @@ def make_checkpoint(folder: Path, **changes) -> str:
     return str(folder)
 
 
+def make_adapter(checkpoint, folder: Path, **config) -> Path:
+    """A random adapter of PEFT's own; every tensor of it different from what it starts with."""
+    from peft import LoraConfig, get_peft_model
+
+    base = SmolLM3ForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    model = get_peft_model(base, LoraConfig(**{"r": 4, "lora_alpha": 12, "task_type": "CAUSAL_LM", **config}))
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
 @functools.cache
 def tiny_prompts() -> list[list[int]]:
     """The published prompts as token ids, shortest first."""

@@ -20,8 +20,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Callable, Iterator, TextIO
 
-from . import __version__, hf_config
+from . import __version__, chat, hf_config
 from .errors import SmolLM3Error
+from .quantization import check_quantization
 from .sharding import ShardingPlan
 
 FORMAT = 1
@@ -57,6 +58,10 @@ class Settings:
     context_encoding_buckets: list[int] | None = None  # None: powers of two from 128 on
     token_generation_buckets: list[int] | None = None
     on_device_sampling_config: dict[str, Any] | None = None  # None: logits come back, and the host samples
+    quantized: bool = False
+    quantization_type: str = "per_tensor_symmetric"
+    quantization_dtype: str = "int8"
+    modules_to_not_convert: list[str] | None = None
 
     def checked(self, config: dict[str, Any]) -> "Settings":
         """These settings, complete, for a model with these resolved values; SmolLM3Error where they cannot run."""
@@ -86,6 +91,7 @@ class Settings:
                     f"on_device_sampling_config has {name} {value!r}, allowed are {', '.join(SAMPLING)}: the first three "
                     "true or false, the rest numbers"
                 )
+        check_quantization(SimpleNamespace(**config, neuron_config=self))
         self._check_buckets("context_encoding_buckets", "max_context_length", context)
         self._check_buckets("token_generation_buckets", "seq_len", self.seq_len)
         return Settings(**{**asdict(self), "max_context_length": context, "ctx_batch_size": prompts})
@@ -119,6 +125,11 @@ class Artifact:
         """ "cpu" or "neuron": where its graphs run."""
         return self.manifest["place"]
 
+    @property
+    def adapter(self) -> str | None:
+        """Folder of the PEFT adapter that was merged."""
+        return (self.manifest["model"].get("adapter") or {}).get("folder")
+
     def load(self):
         """The model, ready to generate. `ensure_neuronx` must have been called."""
         from .modeling_smollm3_3b import NeuronSmolLM3ForCausalLM
@@ -135,14 +146,17 @@ class Artifact:
             raise SmolLM3Error(f"{self.path}: no tokenizer.json in it; the checkpoint had none")
         return AutoTokenizer.from_pretrained(self.path)
 
+    def generation_config(self) -> dict[str, Any]:
+        """The checkpoint's generation_config.json; empty where it had none."""
+        path = self.path / "generation_config.json"
+        return json.loads(path.read_text()) if path.is_file() else {}
+
     def eos_token_ids(self) -> list[int]:
         """Of generation_config.json, else of the config."""
-        for name in ("generation_config.json", "neuron_config.json"):
-            if (self.path / name).is_file():
-                eos = json.loads((self.path / name).read_text()).get("eos_token_id")
-                if eos is not None:
-                    return eos if isinstance(eos, list) else [eos]
-        return []
+        eos = self.generation_config().get("eos_token_id")
+        if eos is None:
+            eos = json.loads((self.path / "neuron_config.json").read_text()).get("eos_token_id")
+        return [] if eos is None else eos if isinstance(eos, list) else [eos]
 
     def graph_files(self) -> list[str]:
         """What `compile` wrote: all but the weights and what was copied from the checkpoint."""
@@ -158,6 +172,8 @@ def build_config(folder: Path, settings: Settings):
 
     settings = settings.checked(hf_config.read_config(folder))
     values = {**asdict(settings), "torch_dtype": getattr(torch, settings.torch_dtype)}
+    if settings.quantized:  # the library wants a path, and reads it only if it is to shard
+        values["quantized_checkpoints_path"] = str(folder)
     # the library is told to skip sharding: shard_writer.py does it
     neuron_config = SmolLM3InferenceConfig.get_neuron_config_cls()(
         save_sharded_checkpoint=True, skip_sharding=True, **values
@@ -174,15 +190,16 @@ def compile_artifact(
     name: str | None = None,
     revision: str | None = None,
     weights_only: bool = False,
+    merge_adapter: Path | None = None,
     on_step: Callable[[str], None] = lambda step: None,
     on_bytes: Callable[[int, int], None] = lambda count, total: None,
 ) -> Artifact:
     """Compiles the checkpoint in `folder` to the artifact folder `output`; `ensure_neuronx` must have been called.
 
     What stands there already and is the same is taken as it is. `weights_only` keeps the graphs and shards the weights
-    again. `on_step` is called with each step's name as it begins, `on_bytes` with (bytes of weights just written, of
-    all). Every fault of config and checkpoint is told before anything is compiled; nothing stands at `output` unless it
-    is whole. Raises SmolLM3Error.
+    again. `merge_adapter` is the folder of a PEFT adapter that goes into them. `on_step` is called with each step's name
+    as it begins, `on_bytes` with (bytes of weights just written, of all). Every fault of config and checkpoint is told
+    before anything is compiled; nothing stands at `output` unless it is whole. Raises SmolLM3Error.
     """
     on_step("checking the checkpoint")
     values = hf_config.read_config(folder)
@@ -191,7 +208,15 @@ def compile_artifact(
         raise SmolLM3Error(
             f"ctx_batch_size is {settings.ctx_batch_size}: is_continuous_batching on a device takes 1 prompt at a time"
         )
+    if place == "cpu" and settings.quantized:
+        raise SmolLM3Error("quantized: the CPU runtime computes with whole weights only; leave it out with --device cpu")
+    adapter = None
+    if merge_adapter is not None:
+        from .adapter import Adapter
+
+        adapter = Adapter(merge_adapter.absolute(), SimpleNamespace(**values))
     model = {"name": name or str(folder), "folder": str(folder), "revision": revision, **_identity(folder)}
+    model["adapter"] = adapter and adapter.identity
     made_of = {"format": FORMAT, "place": place, "model": model, "settings": asdict(settings), "versions": versions()}
     standing = _standing(output, place, made_of, weights_only)
     if standing and not weights_only:
@@ -217,10 +242,11 @@ def compile_artifact(
         compile_seconds = time.perf_counter() - seconds
         on_step("sharding the weights")
         total = shard_bytes(config)
-        weights = write_shards(folder, config, staging / "weights", lambda count: on_bytes(count, total))
+        weights = write_shards(folder, config, staging / "weights", lambda count: on_bytes(count, total), adapter)
         for file in TOKENIZER_FILES:
             if (folder / file).is_file():
                 shutil.copyfile(folder / file, staging / file)
+        chat.write_vllm_template(folder, staging)
         on_step("writing artifact.json")
         others = {p.relative_to(staging).as_posix() for p in staging.rglob("*") if p.is_file()} - weights.keys()
         files = {file: {"size": (staging / file).stat().st_size, "sha256": sha256(staging / file)} for file in others}
@@ -248,7 +274,7 @@ def _standing(output: Path, place: str, made_of: dict[str, Any], weights_only: b
         return None
     standing = open_artifact(output, place)
     wanted = {**made_of["settings"], "config_sha256": made_of["model"]["config_sha256"]}
-    there = {**standing.manifest["settings"], "config_sha256": standing.manifest["model"]["config_sha256"]}
+    there = {**asdict(standing.settings), "config_sha256": standing.manifest["model"]["config_sha256"]}
     for key, value in wanted.items():
         if there[key] != value:
             raise SmolLM3Error(f"{output}: its graphs have {key} {there[key]}, not {value}; compile without --weights-only")

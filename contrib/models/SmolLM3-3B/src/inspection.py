@@ -196,8 +196,11 @@ class Inspection:
 
 
 @torch.no_grad()
-def inspect(app, folder: Path, prompt: Sequence[int], ranks: EagerRanks | None) -> Inspection:
-    """The application, on EagerRanks or (None) in the library's CPU mode, beside the checkpoint in `folder`."""
+def inspect(
+    app, folder: Path, prompt: Sequence[int], ranks: EagerRanks | None, adapter: str | None = None
+) -> Inspection:
+    """The application, on EagerRanks or (None) in the library's CPU mode, beside the checkpoint in `folder` with the PEFT
+    adapter in that folder merged."""
     config = app.config
     models = ranks.models if ranks else [app.context_encoding_model.model]
     recorders = [Recorder(model.layers, model.norm, model.lm_head) for model in models]
@@ -225,7 +228,8 @@ def inspect(app, folder: Path, prompt: Sequence[int], ranks: EagerRanks | None) 
     for recorder in recorders:
         recorder.close()
     dtype = app.neuron_config.torch_dtype
-    theirs, exact = (of_transformers(folder, kind, prompt, config) for kind in (dtype, WIDER[dtype]))
+    references = (load_reference(folder, kind, adapter) for kind in (dtype, WIDER[dtype]))
+    theirs, exact = (of_transformers(reference, prompt, config) for reference in references)
     layers = range(config.num_hidden_layers)
     moved = [not torch.equal(spaced[layer, "attention_output"], ours[layer, "attention_output"]) for layer in layers]
     return Inspection(
@@ -238,8 +242,7 @@ def inspect(app, folder: Path, prompt: Sequence[int], ranks: EagerRanks | None) 
     )
 
 
-def of_transformers(folder: Path, dtype: torch.dtype, prompt: Sequence[int], config: Any) -> Values:
-    model = load_reference(folder, dtype)
+def of_transformers(model, prompt: Sequence[int], config: Any) -> Values:
     recorder = Recorder(model.model.layers, model.model.norm, model.lm_head)
     with recorder:
         logits = model(torch.tensor([list(prompt)])).logits[0, -1:]

@@ -23,11 +23,13 @@ from transformers import SmolLM3ForCausalLM
 from transformers.models.smollm3.modeling_smollm3 import SmolLM3RMSNorm
 
 from . import checkpoint, hf_config
+from .adapter import check_serving
 from .errors import SmolLM3Error
+from .quantization import check_quantization
 from .rope import ScaledRotaryEmbedding
 from .sharding import ShardingPlan
 from .sliding_window import SlidingWindowKVCacheManager, check_sliding_window, layer_windows
-from .switches import check_sequence_parallel, check_switches, installed_release
+from .switches import check_keywords, check_sequence_parallel, check_switches, installed_release
 
 logger = logging.getLogger("Neuron")
 
@@ -46,11 +48,21 @@ def get_rotary_embedding(config: "SmolLM3InferenceConfig") -> nn.Module:
     )
 
 
+class SmolLM3NeuronConfig(NeuronConfig):
+    """The library's. SmolLM3Error for a keyword that it does not know, which it would drop with a warning."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        check_keywords(kwargs, self)
+
+
 class SmolLM3InferenceConfig(InferenceConfig):
     """The checkpoint's config (see hf_config.py) together with a NeuronConfig.
 
     Built with NxD Inference's own `load_pretrained_config`. Raises SmolLM3Error for values that would run wrong.
     """
+
+    further_checks: tuple = ()  # called with every valid config; vllm_plugin.py adds its own
 
     def add_derived_config(self):
         self.num_cores_per_group = 1
@@ -70,6 +82,10 @@ class SmolLM3InferenceConfig(InferenceConfig):
         check_sliding_window(self)
         check_switches(self.neuron_config, self.no_rope_layers, self.hidden_act, installed_release())
         check_sequence_parallel(self.neuron_config)
+        check_quantization(self)
+        check_serving(self)
+        for check in self.further_checks:
+            check(self)
 
     def sharding_plan(self) -> ShardingPlan:
         """What the TP degree does to the checkpoint's heads."""
@@ -82,7 +98,7 @@ class SmolLM3InferenceConfig(InferenceConfig):
 
     @classmethod
     def get_neuron_config_cls(cls) -> type[NeuronConfig]:
-        return NeuronConfig
+        return SmolLM3NeuronConfig
 
 
 class NeuronSmolLM3Attention(NeuronAttentionBase):
@@ -274,4 +290,5 @@ class NeuronSmolLM3ForCausalLM(NeuronBaseForCausalLM):
 
     @staticmethod
     def update_state_dict_for_tied_weights(state_dict: dict):
-        state_dict["lm_head.weight"] = state_dict["embed_tokens.weight"].clone()
+        if "lm_head.scale" not in state_dict:  # a quantized head keeps its own weights
+            state_dict["lm_head.weight"] = state_dict["embed_tokens.weight"].clone()

@@ -1,12 +1,15 @@
 """transformers' `SmolLM3ForCausalLM` as the reference: the same prompts, greedy, beside the Neuron model."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Sequence
 
 import torch
 from transformers import SmolLM3Config, SmolLM3ForCausalLM
 
 from . import hf_config
+from .adapter import Adapter
+from .checkpoint import PREFIX
 from .generation import Generated
 
 # Of the published results of this model on Neuron; the first two are the math prompts.
@@ -20,11 +23,22 @@ PUBLISHED_PROMPTS = (
 )
 
 
-def load_reference(folder: str | Path, dtype: torch.dtype = torch.float32) -> SmolLM3ForCausalLM:
-    """The checkpoint in `folder`, whichever spelling its config has: transformers 4 does not read transformers 5's."""
+def load_reference(
+    folder: str | Path, dtype: torch.dtype = torch.float32, adapter: str | Path | None = None
+) -> SmolLM3ForCausalLM:
+    """The checkpoint in `folder`, whichever spelling its config has (transformers 4 does not read transformers 5's), with
+    the PEFT adapter in that folder merged."""
     values, config = hf_config.read_config(folder), SmolLM3Config.from_pretrained(folder)
     config.rope_theta, config.rope_scaling = values["rope_theta"], values["rope_scaling"]
-    return SmolLM3ForCausalLM.from_pretrained(folder, config=config, dtype=dtype).eval()
+    model = SmolLM3ForCausalLM.from_pretrained(folder, config=config, dtype=dtype).eval()
+    if adapter is None:
+        return model
+    merge = Adapter(adapter, SimpleNamespace(**values))
+    if model.lm_head.weight is model.model.embed_tokens.weight:
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    for name, parameter in model.named_parameters():
+        parameter.data = merge.merged(name.removeprefix(PREFIX), parameter.data, dtype)[:].to(dtype)
+    return model
 
 
 @torch.no_grad()

@@ -3,9 +3,10 @@
 What is not in the table was read or run and found right, or is refused by the library itself. No Neuron import.
 """
 
+import difflib
 import importlib.metadata
 from dataclasses import dataclass
-from typing import Any, Sequence
+from typing import Any, Mapping, Sequence
 
 from .errors import SmolLM3Error
 
@@ -48,6 +49,19 @@ REFUSED = (
         )
     ),
 )  # fmt: skip
+
+
+def check_keywords(given: Mapping[str, Any], neuron_config: Any) -> None:
+    """SmolLM3Error for a keyword that NeuronConfig does not know and would drop with a warning."""
+    known = vars(neuron_config)
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f", only {near[0]!r}" if near else ""
+            raise SmolLM3Error(
+                f"NeuronConfig has no {name!r} in the installed NxD Inference{hint}: correct it, or leave it out (with vLLM it "
+                "comes from override_neuron_config)"
+            )
 
 
 def check_switches(neuron_config: Any, no_rope_layers: Sequence[int], hidden_act: str, release: str | None) -> None:

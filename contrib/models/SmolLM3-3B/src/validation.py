@@ -116,8 +116,8 @@ class Report:
 class Reference:
     """transformers in `dtype` and in the next wider one; one of the two is in memory at a time, answers are kept."""
 
-    def __init__(self, folder: str | Path, dtype: torch.dtype):
-        self.folder, self.dtype, self.wider = folder, dtype, WIDER[dtype]
+    def __init__(self, folder: str | Path, dtype: torch.dtype, adapter: str | Path | None = None):
+        self.folder, self.dtype, self.wider, self.adapter = folder, dtype, WIDER[dtype], adapter
         self._loaded: tuple[torch.dtype, Any] | None = None
         self._logits: dict[tuple, torch.Tensor] = {}
         self._greedy: dict[tuple, list[int]] = {}
@@ -125,7 +125,7 @@ class Reference:
     def _model(self, dtype: torch.dtype):
         if self._loaded is None or self._loaded[0] != dtype:
             self._loaded = None  # before the other one is read
-            self._loaded = dtype, load_reference(self.folder, dtype)
+            self._loaded = dtype, load_reference(self.folder, dtype, self.adapter)
         return self._loaded[1]
 
     @torch.no_grad()

@@ -36,8 +36,10 @@ def add_model(table) -> None:
     except SmolLM3Error as error:
         logger.error("SmolLM3 is not registered: %s", error)
         return
-    from .modeling_smollm3_3b import NeuronSmolLM3ForCausalLM
+    from .modeling_smollm3_3b import NeuronSmolLM3ForCausalLM, SmolLM3InferenceConfig
+    from .vllm_serving import check_folder
 
+    SmolLM3InferenceConfig.further_checks = (check_folder,)
     table.MODEL_TYPES["smollm3"] = {"causal-lm": NeuronSmolLM3ForCausalLM}
 
 

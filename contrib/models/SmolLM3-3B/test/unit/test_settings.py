@@ -46,3 +46,42 @@ def test_what_cannot_run_together(settings, named):
         checked(**settings)
     message = str(error.value)
     assert "\n" not in message and [part for part in named if part not in message] == []
+
+
+QUANTIZED = {"quantized": True, "quantization_type": "per_channel_symmetric"}
+
+
+@pytest.mark.parametrize(
+    "settings, config, named",
+    [
+        ({"modules_to_not_convert": ["lm_head"]}, {}, ["modules_to_not_convert is ['lm_head']", "quantized is off"]),
+        ({"quantized": True, "quantization_type": "blockwise_symmetric"}, {}, ["'blockwise_symmetric'", "'per_channel_symmetric'"]),
+        ({"quantized": True, "quantization_dtype": "int4"}, {}, ["quantization_dtype is 'int4'", "'f8e4m3'"]),
+        ({"quantized": True, "fused_qkv": True}, {}, ["fused_qkv", "'per_channel_symmetric'"]),
+        ({"quantized": True, "modules_to_not_convert": ["lm_head"]}, {}, ["['lm_head']", "'per_channel_symmetric'"]),
+        ({"quantized": True, "tp_degree": 24}, {}, ["intermediate_size is 11008", "tp_degree 24", "'per_channel_symmetric'"]),
+        ({**QUANTIZED, "tp_degree": 7}, {}, ["vocab_size is 128256", "tp_degree 7", "modules_to_not_convert lm_head"]),
+        ({**QUANTIZED, "modules_to_not_convert": ["layers.0.self_attn.q_proj"]}, {}, ["only one of", "qkv_proj.q_proj"]),
+        ({**QUANTIZED, "fused_qkv": True, "modules_to_not_convert": ["q_proj"]}, {}, ["only one of", "qkv_proj.Wqkv"]),
+        ({**QUANTIZED, "modules_to_not_convert": ["mlp", "lmhead"]}, {}, ["'lmhead'", "lm_head"]),
+        ({"quantized": True}, {"attention_bias": True}, ["attention_bias is true", "loses biases"]),
+        ({"quantized": True}, {"mlp_bias": True}, ["mlp_bias is true", "loses biases"]),
+    ],
+)
+def test_what_cannot_be_quantized(settings, config, named):
+    with pytest.raises(SmolLM3Error) as error:
+        Settings(**{"seq_len": 256, **settings}).checked(resolve({**SMOLLM3_3B, **config}))
+    message = str(error.value)
+    assert "\n" not in message and [part for part in named if part not in message] == []
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"quantized": True},
+        {**QUANTIZED, "quantization_dtype": "f8e4m3", "fused_qkv": True, "tp_degree": 24},
+        {**QUANTIZED, "tp_degree": 7, "modules_to_not_convert": ["lm_head", "self_attn"]},
+    ],
+)
+def test_what_can_be_quantized(settings):
+    assert checked(**settings).quantized

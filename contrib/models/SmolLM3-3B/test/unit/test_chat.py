@@ -1,0 +1,163 @@
+"""Rendered prompts: byte for byte those of the checkpoint's template, repaired or refused where it would lose something."""
+
+import datetime
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+from smollm3_neuron import chat
+from smollm3_neuron.errors import SmolLM3Error
+from smollm3_neuron.models import tiny_folder
+from transformers import AutoTokenizer
+
+# the checkpoint's own template, which is not of this repository
+ORACLE = Path(__file__).resolve().parents[6] / "shared/data/smollm3_chat_template.jinja"
+TODAY = "17 March 2026"
+USER = {"role": "user", "content": "What is 3+4?"}
+SYSTEMS = (
+    None, "Be brief.\n", "Be brief. /no_think", "/think Be exact.", "/no_think", "Only this. /system_override",
+    "/system_override /no_think\nYou are a pirate.",
+)  # fmt: skip
+WEATHER = {"name": "get_weather", "description": "Wetter für 'Köln'", "parameters": {"type": "object", "properties": {}}}
+TURNS = (
+    [USER],
+    [USER, {"role": "assistant", "content": "\n7"}, {"role": "user", "content": "And then? /no_think <b>&amp;</b>"}],
+    [USER, {"role": "assistant", "content": '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'},
+     {"role": "tool", "content": "ok"}],
+)  # fmt: skip
+VARIABLES = (
+    {}, {"enable_thinking": False}, {"enable_thinking": True, "xml_tools": [WEATHER, "now() -> str"]},
+    {"custom_instructions": "See a/think/b.", "python_tools": ["def now() -> str: ..."], "enable_thinking": False},
+    {"xml_tools": [WEATHER], "python_tools": ["def now() -> str: ..."], "custom_instructions": "Use tools."},
+)  # fmt: skip
+CONVERSATIONS = [
+    ([{"role": "system", "content": system}] * (system is not None) + turns, variables)
+    for system, turns, variables in itertools.product(SYSTEMS, TURNS, VARIABLES)
+]
+
+
+def templates():
+    yield pytest.param((tiny_folder() / "chat_template.jinja").read_text(), id="tiny")
+    absent = pytest.mark.skipif(not ORACLE.is_file(), reason=f"{ORACLE} is not there")
+    yield pytest.param(ORACLE.read_text() if ORACLE.is_file() else None, id="SmolLM3-3B", marks=absent)
+
+
+@pytest.fixture(params=templates())
+def tokenizer(request):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder())
+    tokenizer.chat_template = request.param
+    return tokenizer
+
+
+def transformers_prompt(tokenizer, messages, **variables):
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables)
+
+
+def test_prompts_are_those_of_the_template(tokenizer):
+    assert len(CONVERSATIONS) > 100
+    dated = {"strftime_now": datetime.datetime(2026, 3, 17).strftime}
+    for messages, variables in CONVERSATIONS:
+        expected = transformers_prompt(tokenizer, messages, **variables, **dated)
+        assert chat.render(tokenizer, messages, **variables, today=TODAY) == expected, (messages, variables)
+
+
+def test_the_date_is_todays_unless_given(tokenizer):
+    assert chat.render(tokenizer, [USER]) == transformers_prompt(tokenizer, [USER])
+
+
+def test_both_modes_differ(tokenizer):
+    thinking, plain = (chat.render(tokenizer, [USER], enable_thinking=mode) for mode in (True, False))
+    assert thinking.endswith("<|im_start|>assistant\n") and plain.endswith("<think>\n\n</think>\n")
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": "ä"}'}}
+CALLED = '<tool_call>\n{"name": "f", "arguments": {"a": "ä"}}\n</tool_call>'
+REPAIRED = {
+    "parts": ({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+              {"role": "user", "content": "a\nb"}),
+    "only calls": ({"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "assistant", "content": CALLED}),
+    "only calls, no content": ({"role": "assistant", "tool_calls": [CALL]}, {"role": "assistant", "content": CALLED}),
+    "text and calls": (
+        {"role": "assistant", "content": "Let me see.", "tool_calls": [CALL, {"name": "g", "arguments": {"b": 1}}]},
+        {"role": "assistant", "content": f'Let me see.\n{CALLED}\n<tool_call>\n{{"name": "g", "arguments": {{"b": 1}}}}\n</tool_call>'},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REPAIRED)
+def test_a_turn_that_would_be_lost_is_repaired(tokenizer, case):
+    given, meant = REPAIRED[case]
+    assert chat.render(tokenizer, [USER, given]) == transformers_prompt(tokenizer, [USER, meant])
+
+
+@pytest.mark.parametrize(
+    "given, meant",
+    [
+        ({"tools": [{"type": "function", "function": WEATHER}]}, {"xml_tools": [WEATHER]}),
+        ({"tools": [{"type": "function", "function": WEATHER}], "xml_tools": ["f"]}, {"xml_tools": ["f", WEATHER]}),
+        ({"xml_tools": "def f(): ..."}, {"xml_tools": ["def f(): ..."]}),
+        ({"xml_tools": WEATHER}, {"xml_tools": [WEATHER]}),
+        ({"python_tools": "def f(): ..."}, {"python_tools": ["def f(): ..."]}),
+        ({"tools": []}, {}),
+    ],
+)
+def test_tools_reach_the_model(tokenizer, given, meant):
+    assert chat.render(tokenizer, [USER], **given) == transformers_prompt(tokenizer, [USER], **meant)
+
+
+@pytest.mark.parametrize(
+    "messages, parts",
+    [
+        ([], ["no messages"]),
+        ([{"role": "user", "content": None}], ["message 0 (user) has no text as content"]),
+        ([{"role": "user"}], ["message 0 (user) has no text"]),
+        ([{"role": "user", "content": {"text": "a"}}], ["message 0 (user) has no text"]),
+        ([USER, {"role": "assistant", "content": None, "tool_calls": []}], ["message 1 (assistant) has no text"]),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], ["no text", "reads text alone"]),
+        ([{"role": "developer", "content": "a"}, USER], ["message 0 (developer)", "allowed are system, user"]),
+        ([USER, {"role": "system", "content": "a"}], ["message 1 (system)", "unless it is the first"]),
+        ([{"role": "system", "content": "See /thinking."}, USER], ["/think inside /thinking.", "custom_instructions"]),
+        ([{"role": "system", "content": [{"type": "text", "text": "at a/no_think/b"}]}, USER], ["/no_think inside a/no"]),
+    ],
+)
+def test_what_would_be_lost_is_refused(tokenizer, messages, parts):
+    with pytest.raises(SmolLM3Error) as error:
+        chat.render(tokenizer, messages)
+    assert [part for part in parts if part not in str(error.value)] == []
+
+
+def test_flags_beside_punctuation_are_flags(tokenizer):
+    messages = [{"role": "system", "content": "Be brief (/no_think)."}, USER]
+    assert chat.render(tokenizer, messages) == transformers_prompt(tokenizer, messages)
+
+
+def test_another_template_stays_as_it_is(tokenizer):
+    other = "\n{% for message in messages %}{{ message.content }}|{{ tools | length }}{% endfor %}"
+    assert chat.guarded_template(other) == other
+    tokenizer.chat_template = None
+    with pytest.raises(SmolLM3Error, match="no chat template"):
+        chat.render(tokenizer, [USER])
+
+
+def test_the_guard_is_one_line(tokenizer):
+    guard, template = chat.guarded_template(tokenizer.chat_template).split("\n", 1)
+    assert template == tokenizer.chat_template and guard.startswith("{%-") and guard.endswith("%}")
+
+
+@pytest.mark.parametrize(
+    "content, part",
+    [
+        ("[", "not valid JSON"),
+        ("{}", "a list of messages is expected"),
+        ('["hi"]', "a list of messages is expected"),
+        (json.dumps({"messages": [USER], "enable_thinkin": True}), "'enable_thinkin' is no variable of a chat"),
+        (None, "No such file"),
+    ],
+)
+def test_a_conversation_that_is_none_is_refused(tmp_path, content, part):
+    path = tmp_path / "conversation.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(SmolLM3Error, match=part):
+        chat.read_conversation(path)
