@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import common
-from smollm3_neuron import device
+from smollm3_neuron import device, vllm_serving
 from smollm3_neuron.artifact import open_artifact, versions
 from smollm3_neuron.errors import SmolLM3Error
 
@@ -51,7 +51,7 @@ def environment(args: argparse.Namespace) -> dict:
 
 
 def vllm(args: argparse.Namespace) -> dict:
-    """One prompt through vLLM with vllm-neuron, on the checkpoint of the artifact; never run on a device by this project."""
+    """One prompt through vLLM with vllm-neuron, on the artifact itself; never run on a device by this project."""
     place = device.choose_place(args.device)
     missing = [name for name in ("vllm", "vllm_neuron") if importlib.util.find_spec(name) is None]
     if place == "cpu" or missing:
@@ -59,11 +59,14 @@ def vllm(args: argparse.Namespace) -> dict:
         return {"ran": False, "why": why}
     artifact = open_artifact(args.folder, place)
     settings = artifact.settings
+    os.environ[vllm_serving.FOLDER] = str(artifact.path.resolve())
     from vllm import LLM, SamplingParams
 
     engine = LLM(
-        artifact.manifest["model"]["folder"], tensor_parallel_size=settings.tp_degree, max_model_len=settings.seq_len,
-        max_num_seqs=settings.batch_size, enable_prefix_caching=False,
+        artifact.manifest["model"]["folder"], tensor_parallel_size=settings.tp_degree, max_num_seqs=settings.batch_size,
+        max_model_len=settings.seq_len, dtype=settings.torch_dtype, max_num_batched_tokens=settings.seq_len,
+        enable_chunked_prefill=False, enable_prefix_caching=False,
+        additional_config={"override_neuron_config": vllm_serving.override(settings)},
     )  # fmt: skip
     text = engine.generate([PROMPT], SamplingParams(temperature=0, max_tokens=8))[0].outputs[0].text
     if ANSWER not in text:

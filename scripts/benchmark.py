@@ -2,8 +2,8 @@
 
 Each artifact runs at its own batch size and TP degree, and beside it transformers' `generate` with the same weights, dtype,
 threads and prompts, eager with its dynamic cache and with a static one. Every model is a process of its own; the processes take
-turns, so that what else the machine does meets all of them. The ratios are of the least times, to which nothing else added: on a
-shared machine only they say something.
+turns, so that what else the machine does meets all of them. The ratios are of the least times, to which nothing else added:
+on a shared machine only they say something.
 """
 
 import argparse
@@ -108,7 +108,7 @@ def transformers_runner(job: dict):
     from smollm3_neuron.reference import load_reference
     from transformers.generation.streamers import BaseStreamer
 
-    model = load_reference(job["checkpoint"], getattr(torch, job["dtype"]))
+    model = load_reference(job["checkpoint"], getattr(torch, job["dtype"]), job["adapter"])
 
     class Stamps(BaseStreamer):
         def __init__(self, stamp):
@@ -217,14 +217,16 @@ def measure(artifact, place: str, args: argparse.Namespace, best: tuple[float, f
                 f"{artifact.path}: --prompt-lengths {length} and --new-tokens {args.new_tokens} do not fit into its context of "
                 f"{settings.max_context_length} and sequence of {settings.seq_len}"
             )
-    job = {"place": place, "threads": args.threads, "checkpoint": checkpoint, "dtype": settings.torch_dtype}
+    job = {"place": place, "threads": args.threads, "dtype": settings.torch_dtype}
+    job |= {"checkpoint": checkpoint, "adapter": artifact.adapter}
     workers = [Worker("artifact", {**job, "engine": "artifact", "artifact": str(artifact.path)})]
     if not args.without_transformers:
         workers += [Worker(name, {**job, "engine": name, "cache": cache}) for name, cache in TRANSFORMERS.items()]
     rows = []
     for length in args.prompt_lengths:
         prompts = [
-            [(7 + 31 * i + 17 * row) % (values["vocab_size"] - 1) + 1 for i in range(length)] for row in range(settings.batch_size)
+            [(7 + 31 * i + 17 * row) % (values["vocab_size"] - 1) + 1 for i in range(length)]
+            for row in range(settings.batch_size)
         ]
         found = {worker: [] for worker in workers}
         for turn in range(args.rounds + 1):
@@ -250,9 +252,10 @@ def row_of(artifact, worker: Worker, length: int, found: list[dict]) -> Row:
     gaps = [gap for one in found for gap in one["gaps"]]
     percentiles = {f"p{share}": percentile(gaps, share / 100) for share in (50, 90, 99)}
     is_artifact, settings = worker.name == "artifact", artifact.settings
+    firsts = [one["first"] for one in found]
     return Row(
         artifact.path.name, worker.name, settings.tp_degree if is_artifact else 1, settings.batch_size, length,
-        statistics.median(one["first"] for one in found), (min(one["first"] for one in found), min(gaps)), percentiles, settings.batch_size / percentiles["p50"],
+        statistics.median(firsts), (min(firsts), min(gaps)), percentiles, settings.batch_size / percentiles["p50"],
         max(one["memory"] for one in found), worker.load, artifact.manifest["seconds"]["compile"] if is_artifact else None,
     )  # fmt: skip
 

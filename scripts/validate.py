@@ -126,8 +126,8 @@ def summary(report, dtype: str) -> list[str]:
         f"verdict: {report.verdict}",
         f"largest logit errors under teacher forcing, as shares of the largest logit (allowed for {dtype}): {text}",
         f"a tie may be {report.divergence_difference_tol:.1e} apart; {sum(judged.match == 1 for judged in chats)} of "
-        f"{len(chats)} chat prompts equal; perplexity of a text {numbers['model']:.5f}, transformers' {numbers['transformers']:.5f}, in the "
-        f"wider dtype {numbers['exact']:.5f}",
+        f"{len(chats)} chat prompts equal; perplexity of a text {numbers['model']:.5f}, transformers' "
+        f"{numbers['transformers']:.5f}, in the wider dtype {numbers['exact']:.5f}",
     ]
 
 

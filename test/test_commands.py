@@ -229,3 +229,40 @@ def test_inspect_layers_finds_the_layer(artifact, stale):
     assert done.returncode == 0 and "124 values of 8 layers agree" in done.stdout, done.stdout + done.stderr
     done = run("inspect_layers", stale)
     assert done.returncode == 1 and "first difference: layer 2, mlp_output" in done.stdout, done.stdout + done.stderr
+
+
+def test_benchmark_refuses(artifact, tmp_path):
+    refused(run("benchmark"), "pass artifacts, or --shape")
+    refused(run("benchmark", artifact, "--prompt-lengths", 60, "--new-tokens", 8), "--prompt-lengths 60", "sequence of 64")
+    refused(run("benchmark", artifact, "--new-tokens", 1), "new_tokens is 1", "at least 2")
+    refused(run("benchmark", artifact, "--json", tmp_path / "no/file.json"), "no/file.json: no such folder")
+
+
+@pytest.mark.slow
+def test_accept_goes_on_where_it_stopped(tmp_path):
+    command = ["bash", ROOT / "scripts/accept.sh", "--device", "cpu", "--model", "tiny", "--tp", "1", "--seq-len", "64"]
+    command += ["--dtype", "float32", "--output", tmp_path / "results"]
+
+    def accept(*more) -> subprocess.CompletedProcess:
+        import os
+
+        environment = {**os.environ, "PYTHON": sys.executable}
+        return subprocess.run([*command, *more], capture_output=True, text=True, env=environment, timeout=600)
+
+    (tmp_path / "results/benchmark.json").mkdir(parents=True)  # what the fourth step cannot write over
+    stopped = accept()
+    assert stopped.returncode == 1 and "benchmark: failed with exit code" in stopped.stderr, stopped.stdout + stopped.stderr
+    (tmp_path / "results/benchmark.json").rmdir()
+    done = accept()
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert [line for line in lines if "done before" in line] == ["environment: done before", "compile: done before", "validate: done before"]
+    assert lines[-2].startswith("| a CPU, ") and "| identical | 57 of 57 |" in lines[-2]
+    page = (tmp_path / "results/benchmark.html").read_text()
+    assert page.count("<svg") == 2 and page.count("<tr>") == 4
+    rows = json.loads((tmp_path / "results/benchmark.json").read_text())["rows"]
+    assert [row["engine"] for row in rows] == ["artifact", "transformers", "transformers, static cache"]
+    assert rows[1]["decode_ratio"] == 1 and all(row["first_token"] > 0 and row["memory"] > 0 for row in rows)
+    other = accept("--tp", "2")
+    assert other.returncode == 2 and "choose another --output" in other.stderr
+    assert accept("--tpp", "2").returncode == 2

@@ -165,17 +165,22 @@ FAULTS = {
     "yarn dropped": ("yarn", config(rope_scaling=None), None, (0, QUERIES)),
     "yarn, attention factor 1": ("yarn", config(rope_scaling={**YARN, "attention_factor": 1.0}), None, (0, QUERIES)),
     "yarn, another factor": ("yarn", config(rope_scaling={**YARN, "factor": 4.0}), None, (0, QUERIES)),
-    "yarn, another length": ("yarn", config(rope_scaling={**YARN, "original_max_position_embeddings": 256}), None, (0, QUERIES)),
+    "yarn, another length": (
+        "yarn", config(rope_scaling={**YARN, "original_max_position_embeddings": 256}), None, (0, QUERIES)
+    ),
     "linear scaling dropped": ("linear", config(rope_scaling=None), None, (0, QUERIES)),
     "llama3 scaling, another factor": ("llama3", config(rope_scaling={**LLAMA3, "factor": 8.0}), None, (0, QUERIES)),
     "window one shorter": ("window", config(sliding_window=15), None, (3, "attention_head_outputs")),
     "window one longer": ("window", config(sliding_window=17), None, (3, "attention_head_outputs")),
-    "window dropped": ("window", config(use_sliding_window=False, layer_types=["full_attention"] * 5), None, (3, "attention_scores")),
+    "window dropped": (
+        "window", config(use_sliding_window=False, layer_types=["full_attention"] * 5), None, (3, "attention_scores")
+    ),
     "K and V swapped": ("plain", None, swap((weight(2, ATTENTION[1]), weight(2, ATTENTION[2]))), (2, KEYS)),
     "query heads rolled": ("plain", None, replace(weight(1, ATTENTION[0]), roll_heads), (1, QUERIES)),
     "key heads off by one": ("plain", None, replace(weight(1, ATTENTION[1]), lambda w: roll_heads(w, 4)), (1, KEYS)),
     "query and key heads off by one": (
-        "plain", None, both(replace(weight(4, ATTENTION[0]), roll_heads), replace(weight(4, ATTENTION[1]), lambda w: roll_heads(w, 4))),
+        "plain", None,
+        both(replace(weight(4, ATTENTION[0]), roll_heads), replace(weight(4, ATTENTION[1]), lambda w: roll_heads(w, 4))),
         (4, QUERIES),
     ),
     "value heads permuted": ("plain", None, replace(weight(3, ATTENTION[2]), lambda w: roll_heads(w, 4)), (3, "attention_values")),
@@ -196,8 +201,12 @@ FAULTS = {
     "embedding rows swapped": ("plain", None, replace("model.embed_tokens.weight", rows_swapped), (0, "layer_input")),
     "embedding scaled": ("plain", None, replace("model.embed_tokens.weight", lambda w: w * 1.001), (0, "layer_input")),
     "head not tied": ("plain", config(tie_word_embeddings=False), own_head, (None, "lm_head_output")),
-    "head tied that is not": ("untied", config(tie_word_embeddings=True), lambda w: w.pop("lm_head.weight"), (None, "lm_head_output")),
-    "a row of the head zero": ("untied", None, replace("lm_head.weight", lambda w: w * (torch.arange(128) != 9)[:, None]), (None, "lm_head_output")),
+    "head tied that is not": (
+        "untied", config(tie_word_embeddings=True), lambda w: w.pop("lm_head.weight"), (None, "lm_head_output")
+    ),
+    "a row of the head zero": (
+        "untied", None, replace("lm_head.weight", lambda w: w * (torch.arange(128) != 9)[:, None]), (None, "lm_head_output")
+    ),
     "attention biases dropped": ("biases", None, drop_biases, (0, QUERIES)),
     "a bias of the MLP dropped": ("biases", None, replace("model.layers.2.mlp.down_proj.bias", torch.zeros_like), (2, "mlp_output")),
 }  # fmt: skip
@@ -342,3 +351,33 @@ def test_tolerances_that_are_none_are_refused():
     for values in ({"7": 0.1}, {"5": "a"}, {"5": -1}, {}, [0.1]):
         with pytest.raises(SmolLM3Error, match="tol_map"):
             parse_tol_map(values)
+
+
+def test_what_parts_on_a_tie_is_a_near_tie_and_beyond_it_wrong(bases, tmp_path):
+    """Two rows of the head that are a rounding apart; the model, else right, prefers the other one."""
+    from smollm3_neuron.validation import NEAR_TIE, WRONG, Case, Reference, validate
+
+    first = Reference(bases["untied"], torch.float32).answer(PROMPTS[1], [0] * 6, ())[0]
+    other = (first + 1) % 128
+    folder = copy(
+        bases["untied"], tmp_path / "copy", None,
+        replace("lm_head.weight", lambda w: w.index_copy(0, torch.tensor([other]), w[[first]] * (1 - 5e-7))),
+    )  # fmt: skip
+    app, ranks = load(folder, tmp_path / "weights")
+    reference, run = Reference(folder, torch.float32), ranks.run
+
+    def verdict(lift: float):
+        def lifted(*args):
+            logits = run(*args).clone()
+            logits[..., other] += lift * logits.abs().max()
+            return logits
+
+        ranks.run = lifted
+        return validate(app, reference, [Case("prompt", "", PROMPTS[1])], 6)
+
+    report = verdict(1.1e-6)
+    (judged,) = report.cases
+    assert report.verdict == NEAR_TIE and "parts at token 0" in judged.reason, judged.reason
+    assert (judged.tokens[0], judged.expected[0]) == (other, first) and judged.divergence == 0
+    assert judged.margins[0] < 1e-4 and judged.expected_margins[0] < 1e-4
+    assert verdict(1e-3).verdict == WRONG

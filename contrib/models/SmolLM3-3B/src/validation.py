@@ -64,6 +64,7 @@ class Judged:
     agree: float = 0.0  # share of the expected tokens that the model chooses under teacher forcing
     margins: list[float] = field(default_factory=list)  # the model's two best logits' distance, under teacher forcing
     expected_margins: list[float] = field(default_factory=list)
+    lead_noise: list[float] = field(default_factory=list)  # what transformers' run errs in the two best logits' distance
     errors: dict[str, list[float]] = field(default_factory=dict)  # by top-k and position: the model's largest error
     noise: dict[str, list[float]] = field(default_factory=dict)  # the same of transformers' run in the model's dtype
     divergence_difference: list[float] = field(default_factory=list)  # the larger of both models' margins; 0: they agree
@@ -226,6 +227,8 @@ def _measure(judged: list[Judged], logits: list[torch.Tensor], reference: Refere
         (mine, choice), (other, other_choice) = _choices(ours, barred), _choices(theirs, barred)
         case.margins, case.expected_margins = (mine[:, 0] - mine[:, 1]).tolist(), (other[:, 0] - other[:, 1]).tolist()
         case.agree = (choice[:, 0] == torch.tensor(case.expected)).double().mean().item()
+        first, second = _choices(exact, barred).indices.unbind(-1)
+        case.lead_noise = ((_lead(theirs, first, second) - _lead(exact, first, second)).abs() / scale).tolist()
         by_ours = _lead(ours, choice[:, 0], other_choice[:, 0])
         case.divergence_difference = (torch.maximum(by_ours, _lead(theirs, other_choice[:, 0], choice[:, 0])) / scale).tolist()
         if case.case.kind == "text":
@@ -247,8 +250,8 @@ def _judge(judged: list[Judged], tol_map: dict[str, float] | None, divergence_di
     if tol_map is None:
         tol_map = {name: ALLOWANCE * noise[name] for name in TOP_K}
     if divergence_difference_tol is None:
-        # the model may be off by ALLOWANCE * noise and transformers by noise, on each of the two tokens
-        divergence_difference_tol = 2 * (ALLOWANCE + 1) * noise["all"]
+        # of the distance of two logits the model may be off by ALLOWANCE times what transformers is off, and that is too
+        divergence_difference_tol = (ALLOWANCE + 1) * max(max(case.lead_noise) for case in judged)
     losses = [loss for case in judged for loss in case.losses]
     perplexity = _perplexity(losses)
     for case in judged:
@@ -273,7 +276,8 @@ def _fault(case: Judged, tol_map: dict[str, float], divergence_difference_tol: f
                 error = case.errors[name][position]
                 return f"logits of the top {name} are off by {error:.2g} at token {position}, {tolerance:.2g} is allowed"
         if not difference <= divergence_difference_tol:
-            return f"another token at {position}, by {difference:.2g} of the largest logit, {divergence_difference_tol:.2g} is allowed"
+            allowed = f"{divergence_difference_tol:.2g} is allowed"
+            return f"another token at {position}, by {difference:.2g} of the largest logit, {allowed}"
     return ""
 
 
