@@ -12,10 +12,9 @@ except ModuleNotFoundError:
     sys.exit("smollm3_neuron is not installed: run `pip install -e .` in the checkout (on a Neuron machine with --no-deps)")
 
 
-def add_device(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--device", default="auto", help="neuron, cpu, or auto: the device where the Neuron SDK is installed (default: auto)"
-    )
+def add_device(parser: argparse.ArgumentParser, more: str = "") -> None:
+    places = f"neuron, cpu, {more}or auto: the device where the Neuron SDK is installed (default: auto)"
+    parser.add_argument("--device", default="auto", help=places)
 
 
 def make_checkpoint(folder: Path, config: dict) -> None:

@@ -53,7 +53,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--merge-adapter", type=Path, metavar="FOLDER", help="a PEFT LoRA adapter to merge into the weights")
     parser.add_argument("--weights-only", action="store_true", help="keep the artifact's graphs, shard the weights again")
     parser.add_argument("--output", type=Path, help="artifact folder (default: artifacts/MODEL-tpN)")
-    common.add_device(parser)
+    common.add_device(parser, "hlo (see --nxd-source), ")
     parser.add_argument(
         "--nxd-source",
         metavar="NXD/src:NXDI/src",
