@@ -1,5 +1,6 @@
 """Quantized weights: what shard_writer.py writes, against the checkpoint's values and, with --nxd-source, byte for byte
-against the library, which quantizes the checkpoint by its own tools and shards that. No forward: CPU mode has none.
+against the library, which quantizes the checkpoint by its own tools and shards that. The forward: see test/hlo, for
+CPU mode has none.
 """
 
 import pytest

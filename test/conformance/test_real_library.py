@@ -57,7 +57,6 @@ def pytest_generate_tests(metafunc):
         )
         for release in metafunc.config.nxd_releases
         for cell in ([TWIN] if twin else TINY_CELLS + RANDOM_CELLS + SLOW_CELLS)
-        if release.version != "0.7.0" or cell.tp <= 2
     ])
 
 
