@@ -100,6 +100,7 @@ def write(graph: Lowered, out: Path) -> dict[str, Any]:
 def run(job: dict[str, Any], out: Path) -> dict[str, Any]:
     """Lowers and shards one job; in a process of its own."""
     os.environ["BASE_COMPILE_WORK_DIR"] = f"{out}/work/"
+    os.environ["LOCAL_WORLD_SIZE"] = str(job["neuron"]["tp_degree"])  # NxD of SDK 2.27 asks a launcher's variable at TP 4
     module, name = job.get("model", MODEL).split(":")
     model_cls, neuron = getattr(importlib.import_module(module), name), job["neuron"]
     if neuron.get("quantized"):
