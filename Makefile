@@ -11,7 +11,7 @@ demo: $(STAMP)
 	$(VENV)/bin/python scripts/validate.py artifacts/tiny-demo-tp$(TP) --device cpu
 
 test: $(STAMP)
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest -n auto --dist loadfile
 
 # the compile path without a device, see contrib/neuron_hlo
 hlo-venv:

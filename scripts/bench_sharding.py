@@ -14,7 +14,6 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import common
 from smollm3_neuron import hf_config, models
@@ -31,23 +30,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, help="where the temporary folder is made (default: the system's)")
     parser.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)  # one measurement, in a process of its own
     return parser.parse_args()
-
-
-def make_checkpoint(folder: Path, layers: int) -> None:
-    """Random bfloat16 weights in two safetensors files with an index, and the config."""
-    import torch
-    from safetensors.torch import save_file
-    from smollm3_neuron.checkpoint import expected_shapes
-
-    config = {**models.SMOLLM3_3B, "num_hidden_layers": layers}
-    shapes = list(expected_shapes(SimpleNamespace(**hf_config.resolve(config))).items())
-    weight_map = {}
-    for number, part in enumerate((shapes[: len(shapes) // 2], shapes[len(shapes) // 2 :]), 1):
-        file = f"model-0000{number}-of-00002.safetensors"
-        save_file({f"model.{n}": torch.empty(s, dtype=torch.bfloat16).normal_(std=0.02) for n, s in part}, folder / file)
-        weight_map |= {f"model.{name}": file for name, _ in part}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    (folder / "config.json").write_text(json.dumps(config))
 
 
 class Anonymous(threading.Thread):
@@ -121,7 +103,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="smollm3-sharding-", dir=args.folder) as scratch:
         folder, output = Path(scratch) / "checkpoint", Path(scratch) / "output"
         folder.mkdir()
-        make_checkpoint(folder, args.layers)
+        common.make_checkpoint(folder, {**models.SMOLLM3_3B, "num_hidden_layers": args.layers})
         size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
         print(f"checkpoint of {size / 1e9:.2f} GB in {scratch}\n")
         print(f"{'':<24}{'seconds':>10}{'of a copy':>11}{'anonymous memory over the process at rest':>44}")

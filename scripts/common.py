@@ -1,7 +1,10 @@
-"""What the commands share: arguments with the same meaning, errors as one line."""
+"""What the commands share: arguments with the same meaning, random checkpoints, errors as one line."""
 
 import argparse
+import json
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 try:
     from smollm3_neuron.errors import SmolLM3Error
@@ -9,10 +12,34 @@ except ModuleNotFoundError:
     sys.exit("smollm3_neuron is not installed: run `pip install -e .` in the checkout (on a Neuron machine with --no-deps)")
 
 
-def add_device(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--device", default="auto", help="neuron, cpu, or auto: the device where the Neuron SDK is installed (default: auto)"
-    )
+def add_device(parser: argparse.ArgumentParser, more: str = "") -> None:
+    places = f"neuron, cpu, {more}or auto: the device where the Neuron SDK is installed (default: auto)"
+    parser.add_argument("--device", default="auto", help=places)
+
+
+def make_checkpoint(folder: Path, config: dict) -> None:
+    """Random bfloat16 weights for this config.json, in two safetensors files with an index."""
+    import torch
+    from safetensors.torch import save_file
+    from smollm3_neuron import hf_config
+    from smollm3_neuron.checkpoint import expected_shapes
+
+    shapes = list(expected_shapes(SimpleNamespace(**hf_config.resolve(config))).items())
+    weight_map = {}
+    for number, part in enumerate((shapes[: len(shapes) // 2], shapes[len(shapes) // 2 :]), 1):
+        file = f"model-0000{number}-of-00002.safetensors"
+        tensors = {f"model.{n}": torch.empty(s, dtype=torch.bfloat16).normal_(std=0.02) for n, s in part}
+        save_file(tensors, folder / file, {"format": "pt"})
+        weight_map |= {f"model.{name}": file for name, _ in part}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def check_outputs(*paths: Path | None) -> None:
+    """Before the work: SmolLM3Error for a file that could not be written after it."""
+    for path in paths:
+        if path and not path.absolute().parent.is_dir():
+            raise SmolLM3Error(f"{path}: no such folder; name a file in one that exists")
 
 
 def run(main) -> None:

@@ -7,11 +7,13 @@ import sys
 import tempfile
 import time
 import warnings
+from dataclasses import fields
 from pathlib import Path
 
 import common
 from smollm3_neuron import device, hf_config, models, vllm_serving
 from smollm3_neuron.artifact import Settings, compile_artifact
+from smollm3_neuron.quantization import DTYPES, PARTS, TYPES
 from smollm3_neuron.sharding import ShardingPlan
 from tqdm import tqdm
 
@@ -37,9 +39,21 @@ def parse_args() -> argparse.Namespace:
         "--for-vllm", action="store_true",
         help="what vllm-neuron would compile for --max-num-seqs BATCH_SIZE --max-model-len SEQ_LEN; prints how to serve it",
     )  # fmt: skip
+    parser.add_argument("--vocab-parallel", action="store_true", help="the embeddings cut along the vocabulary")
+    parser.add_argument("--sequence-parallel-enabled", action="store_true", help="contexts cut along their length between layers")
+    parser.add_argument("--async-mode", action="store_true", help="a step is given to the device before the last one is read")
+    parser.add_argument("--windowed-context-encoding-size", type=int, metavar="N", help="encode contexts in windows of N tokens")
+    parser.add_argument("--is-prefix-caching", action="store_true", help="requests share what they begin with, in blocks of the cache")
+    parser.add_argument("--pa-block-size", type=int, metavar="N", help="tokens in a block (default: 32 with prefix caching)")
+    parser.add_argument("--pa-num-blocks", type=int, metavar="N", help="default: enough for full lines of the whole batch")
+    parser.add_argument("--quantized", action="store_true", help="8-bit weights, quantized while they are sharded; device only")
+    parser.add_argument("--quantization-type", default=Settings.quantization_type, help=f"{' or '.join(TYPES)} (default: %(default)s)")
+    parser.add_argument("--quantization-dtype", default=Settings.quantization_dtype, help=f"{' or '.join(DTYPES)} (default: %(default)s)")
+    parser.add_argument("--modules-to-not-convert", nargs="+", metavar="NAME", help=f"leave as they are: {', '.join(PARTS)}")
+    parser.add_argument("--merge-adapter", type=Path, metavar="FOLDER", help="a PEFT LoRA adapter to merge into the weights")
     parser.add_argument("--weights-only", action="store_true", help="keep the artifact's graphs, shard the weights again")
     parser.add_argument("--output", type=Path, help="artifact folder (default: artifacts/MODEL-tpN)")
-    common.add_device(parser)
+    common.add_device(parser, "hlo (see --nxd-source), ")
     parser.add_argument(
         "--nxd-source",
         metavar="NXD/src:NXDI/src",
@@ -86,20 +100,9 @@ def lower(args: argparse.Namespace, settings: Settings) -> None:
 
 def main() -> None:
     args = parse_args()
-    settings = Settings(
-        tp_degree=args.tp,
-        batch_size=args.batch_size,
-        seq_len=args.seq_len,
-        max_context_length=args.max_context_length,
-        torch_dtype=args.dtype,
-        fused_qkv=args.fused_qkv,
-        is_continuous_batching=args.is_continuous_batching,
-        ctx_batch_size=args.ctx_batch_size,
-        enable_bucketing=args.enable_bucketing,
-        context_encoding_buckets=args.context_encoding_buckets,
-        token_generation_buckets=args.token_generation_buckets,
-        on_device_sampling_config=getattr(args, "on_device_sampling_config", None),
-    )
+    of_args = {"tp_degree": args.tp, "torch_dtype": args.dtype}
+    of_args["on_device_sampling_config"] = getattr(args, "on_device_sampling_config", None)
+    settings = Settings(**{f.name: getattr(args, f.name) for f in fields(Settings) if f.name not in of_args}, **of_args)
     if args.for_vllm:
         settings = vllm_serving.settings_of_server(settings, sampling_given="on_device_sampling_config" in args)
     if args.device == "hlo":
@@ -135,6 +138,7 @@ def main() -> None:
             name=name,
             revision=revision,
             weights_only=args.weights_only,
+            merge_adapter=args.merge_adapter,
             on_step=on_step,
             on_bytes=on_bytes,
         )

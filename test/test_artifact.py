@@ -215,3 +215,10 @@ def test_without_permission_nothing_is_written(copy, tmp_path):
     for result in fork(tmp_path, cases):
         assert result["status"] == 2 and "cannot write there (Permission denied)" in result["said"], result
     assert list(locked.iterdir()) == []
+
+
+def test_a_device_encodes_one_prompt_at_a_time(tmp_path):
+    settings = Settings(**{**SETTINGS, "batch_size": 4, "is_continuous_batching": True, "ctx_batch_size": 2})
+    with pytest.raises(SmolLM3Error, match="ctx_batch_size is 2: .* on a device takes 1 prompt at a time"):
+        compile_artifact(tiny_folder(), tmp_path / "artifact", settings, "neuron")
+    assert not (tmp_path / "artifact").exists()

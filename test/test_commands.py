@@ -48,6 +48,8 @@ def compiled(tmp_path: Path) -> list[str]:
     [
         (["--model", "/no/such/folder"], ["/no/such/folder: no such folder", "tiny"]),
         (["--model", "nosuchmodel"], ["nosuchmodel: no such folder"]),
+        (["--model", "folder/SmolLM3.Q8_0.gguf"], ["SmolLM3.Q8_0.gguf: GGUF is not read", "safetensors"]),
+        (["--model", "ggml-org/SmolLM3-3B-GGUF"], ["ggml-org/SmolLM3-3B-GGUF: GGUF is not read", "HuggingFaceTB/SmolLM3-3B"]),
         (["--tp", "0"], ["tp_degree is 0", "1 to 32"]),
         (["--tp", "33"], ["tp_degree is 33", "1 to 32"]),
         (["--seq-len", "1"], ["seq_len is 1", "from 2 to 4096"]),
@@ -57,6 +59,17 @@ def compiled(tmp_path: Path) -> list[str]:
         (["--dtype", "int8"], ["dtype is 'int8'", "bfloat16"]),
         (["--device", "neuron"], ["Neuron SDK is not installed", "--device cpu"]),
         (["--device", "gpu"], ["device is 'gpu'", "neuron, cpu"]),
+        (["--quantized"], ["quantized: the CPU runtime", "leave it out"]),
+        (["--quantized", "--quantization-dtype", "int4"], ["quantization_dtype is 'int4'", "'int8' or 'f8e4m3'"]),
+        (["--merge-adapter", "/no/such/adapter"], ["/no/such/adapter: no adapter_config.json there"]),
+        (["--windowed-context-encoding-size", "48"], ["windowed_context_encoding_size", "a context of 64", "48"]),
+        (["--windowed-context-encoding-size", "32"], ["CPU runtime does not support windowed_context_encoding_size=32"]),
+        (["--sequence-parallel-enabled"], ["CPU runtime does not support sequence_parallel_enabled=True", "leave it out"]),
+        (
+            ["--async-mode", "--on-device-sampling-config", '{"top_k": 1}'],
+            ["CPU runtime does not support async_mode=True"],
+        ),
+        (["--is-prefix-caching", "--seq-len", "128"], ["CPU runtime does not support is_prefix_caching=True"]),
         (["--weights-only"], ["no artifact there whose graphs could be kept"]),
     ],
 )
@@ -203,3 +216,79 @@ def test_plan(tmp_path):
     refused(run("plan", "--tp", "4"), "tp_degree is 4, trn1.2xlarge takes 1, 2")
     refused(run("plan", "--dtype", "int4"), "dtype is 'int4'")
     refused(run("plan", "--plot", tmp_path / "no/plan.png"), "cannot be written")
+
+
+@pytest.fixture(scope="module")
+def stale(artifact, tmp_path_factory):
+    """The artifact with another checkpoint's shard on one rank: its files have the sizes that its manifest names."""
+    from safetensors.torch import load_file, save_file
+
+    folder = shutil.copytree(artifact, tmp_path_factory.mktemp("stale") / "tiny")
+    shard = folder / "weights/tp1_sharded_checkpoint.safetensors"
+    weights = load_file(shard)
+    weights["layers.2.mlp.down_proj.weight"] = -weights["layers.2.mlp.down_proj.weight"]
+    save_file(weights, shard)
+    return folder
+
+
+def test_validate_says_right_and_writes_it_down(artifact, tmp_path):
+    page, found = tmp_path / "page.html", tmp_path / "found.json"
+    done = run("validate", artifact, "--max-new-tokens", 3, "--json", found, "--html", page)
+    assert done.returncode == 0 and "verdict: identical" in done.stdout, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1].startswith("57 of 57 prompts equal to transformers' (cpu, tp_degree 2, float32, 3 new tokens")
+    cases = json.loads(found.read_text())["cases"]
+    assert [sum(case["kind"] == kind for case in cases) for kind in ("prompt", "chat", "text")] == [57, 6, 1]
+    assert {case["verdict"] for case in cases} == {"identical"}
+    text = page.read_text()
+    assert text.count("<svg") == 3 and text.count("<tr>") == 65
+    assert not [word for word in ("href", "src=", "url(", "<script") if word in text], "the page needs something outside of it"
+
+
+def test_validate_says_wrong(stale, tmp_path):
+    done = run("validate", stale, "--max-new-tokens", 1)
+    assert done.returncode == 1 and "verdict: wrong" in done.stdout, done.stdout + done.stderr
+    refused(run("validate", stale, "--html", tmp_path / "no/page.html"), "no/page.html: no such folder")
+
+
+def test_inspect_layers_finds_the_layer(artifact, stale):
+    done = run("inspect_layers", artifact)
+    assert done.returncode == 0 and "124 values of 8 layers agree" in done.stdout, done.stdout + done.stderr
+    done = run("inspect_layers", stale)
+    assert done.returncode == 1 and "first difference: layer 2, mlp_output" in done.stdout, done.stdout + done.stderr
+
+
+def test_benchmark_refuses(artifact, tmp_path):
+    refused(run("benchmark"), "pass artifacts, or --shape")
+    refused(run("benchmark", artifact, "--prompt-lengths", 60, "--new-tokens", 8), "--prompt-lengths 60", "sequence of 64")
+    refused(run("benchmark", artifact, "--new-tokens", 1), "new_tokens is 1", "at least 2")
+    refused(run("benchmark", artifact, "--json", tmp_path / "no/file.json"), "no/file.json: no such folder")
+
+
+@pytest.mark.slow
+def test_accept_goes_on_where_it_stopped(tmp_path):
+    command = ["bash", ROOT / "scripts/accept.sh", "--device", "cpu", "--model", "tiny", "--tp", "1", "--seq-len", "64"]
+    command += ["--dtype", "float32", "--output", tmp_path / "results"]
+
+    def accept(*more) -> subprocess.CompletedProcess:
+        import os
+
+        environment = {**os.environ, "PYTHON": sys.executable}
+        return subprocess.run([*command, *more], capture_output=True, text=True, env=environment, timeout=600)
+
+    (tmp_path / "results/benchmark.json").mkdir(parents=True)  # what the fourth step cannot write over
+    stopped = accept()
+    assert stopped.returncode == 1 and "benchmark: failed with exit code" in stopped.stderr, stopped.stdout + stopped.stderr
+    (tmp_path / "results/benchmark.json").rmdir()
+    done = accept()
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert [line for line in lines if "done before" in line] == ["environment: done before", "compile: done before", "validate: done before"]
+    assert lines[-2].startswith("| a CPU, ") and "| identical | 57 of 57 |" in lines[-2]
+    page = (tmp_path / "results/benchmark.html").read_text()
+    assert page.count("<svg") == 2 and page.count("<tr>") == 4
+    rows = json.loads((tmp_path / "results/benchmark.json").read_text())["rows"]
+    assert [row["engine"] for row in rows] == ["artifact", "transformers", "transformers, static cache"]
+    assert rows[1]["decode_ratio"] == 1 and all(row["first_token"] > 0 and row["memory"] > 0 for row in rows)
+    other = accept("--tp", "2")
+    assert other.returncode == 2 and "choose another --output" in other.stderr
+    assert accept("--tpp", "2").returncode == 2

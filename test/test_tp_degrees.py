@@ -5,7 +5,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from reference import RANDOM, make_checkpoint
+from safetensors.torch import load_file, save_file
 from smollm3_neuron.artifact import Settings, compile_artifact
 from smollm3_neuron.models import tiny_folder
 from smollm3_neuron.runtime import ensure_neuronx
@@ -19,7 +21,8 @@ def library():
     ensure_neuronx()
 
 
-def matches(folder: Path, prompts: list[list[int]], barred: list[int], settings: dict, output: Path) -> bool:
+def matches(folder: Path, prompts: list[list[int]], barred: list[int], settings: dict, output: Path) -> list[list[int]]:
+    """The tokens, if they are transformers'; else none."""
     from smollm3_neuron.generation import generate
     from smollm3_neuron.reference import load_reference, reference_generate
 
@@ -27,7 +30,7 @@ def matches(folder: Path, prompts: list[list[int]], barred: list[int], settings:
     results = generate(model, prompts, NEW_TOKENS, barred_token_ids=barred)
     reference = load_reference(folder)
     expected = [reference_generate(reference, prompt, NEW_TOKENS, barred).tokens for prompt in prompts]
-    return len(expected) > 1 and [result.tokens for result in results] == expected
+    return expected if len(expected) > 1 and [result.tokens for result in results] == expected else []
 
 
 @pytest.fixture(scope="module")
@@ -66,12 +69,33 @@ def test_other_heads(name, tp_degree, fused_qkv, tmp_path):
     assert config["source_num_key_value_heads"] == RANDOM[name].get("num_key_value_heads", 4)
 
 
-@pytest.mark.parametrize("name", ["yarn", "linear", "llama3", "biases", "head-dim", "untied", "all-nope", "nope-first"])
+@pytest.mark.parametrize(
+    "name",
+    ["yarn", "linear", "llama3", "biases", "head-dim", "head-dim-72", "untied", "all-nope", "nope-first", "interval-2"],
+)
 def test_other_checkpoints(name, tmp_path):
     folder = Path(make_checkpoint(tmp_path / "checkpoint", **RANDOM[name]))
     settings = {"tp_degree": 2, "fused_qkv": name in ("biases", "yarn"), "batch_size": 3}
     prompts = [[7, 3, 90], [5, 9, 33, 121, 200], [11] * 37]
     assert matches(folder, prompts, [], settings, tmp_path / "artifact")
+
+
+def test_more_vocabulary_than_the_tokenizer_has(tmp_path, prompts):
+    """The fourth of five rows more is the one that the model chooses, and decodes to nothing."""
+    from transformers import AutoTokenizer
+
+    folder = shutil.copytree(tiny_folder(), tmp_path / "checkpoint")
+    weights = load_file(folder / "model.safetensors")
+    embeddings = weights["model.embed_tokens.weight"]
+    (answer,) = AutoTokenizer.from_pretrained(folder)("1", add_special_tokens=False)["input_ids"]
+    more = embeddings[answer] * torch.tensor([[0.5], [0], [-1], [2], [0]])
+    weights["model.embed_tokens.weight"] = torch.cat([embeddings, more])
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": len(embeddings) + 5}))
+    texts, barred = prompts
+    tokens = matches(folder, texts, barred, {"tp_degree": 2, "batch_size": 3}, tmp_path / "artifact")
+    assert len(embeddings) + 3 in tokens[0] and AutoTokenizer.from_pretrained(folder).decode([len(embeddings) + 3]) == ""
 
 
 @pytest.mark.parametrize("tp_degree", [1, 2])

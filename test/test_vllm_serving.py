@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from smollm3_neuron import vllm_serving
+from smollm3_neuron import switches, vllm_serving
 from smollm3_neuron.artifact import Settings, compile_artifact, open_artifact
 from smollm3_neuron.chat import VLLM_TEMPLATE, guarded_template
 from smollm3_neuron.errors import SmolLM3Error
@@ -63,7 +63,7 @@ def test_an_artifact_for_vllm_has_the_keywords_of_vllm_neuron():
     for name, value in vars(settings).items():
         if name == "on_device_sampling_config":
             assert value.items() <= KEYWORDS[name].items()
-        elif name in KEYWORDS:
+        elif name in KEYWORDS and not name.startswith("pa_"):  # the blocks of prefix caching, which is off
             assert value == KEYWORDS[name], name
         else:
             assert value == getattr(Settings, name), name
@@ -113,6 +113,13 @@ def test_the_command_that_serves_an_artifact(artifact):
     other = replace(artifact, manifest={**artifact.manifest, "settings": {**artifact.manifest["settings"], **changes}})
     assert json.loads(server_flags(other)[0]["--additional-config"]) == {"override_neuron_config": changes}
 
+    changes = {"is_prefix_caching": True, "pa_block_size": 32, "pa_num_blocks": 32}
+    other = replace(artifact, manifest={**artifact.manifest, "settings": {**artifact.manifest["settings"], **changes}})
+    flags, words = server_flags(other)
+    assert flags["--block-size"] == "32" and "--enable-prefix-caching" in words and "--additional-config" not in words
+    with pytest.raises(SmolLM3Error, match="pa_num_blocks is 99: leave it out"):
+        vllm_serving.settings_of_server(replace(SETTINGS, is_prefix_caching=True, pa_num_blocks=99))
+
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
@@ -124,6 +131,7 @@ def folder(tmp_path, monkeypatch):
 
 def test_a_folder_for_these_flags_is_taken(folder, monkeypatch):
     vllm_serving.check_folder(served_config())
+    vllm_serving.check_folder(served_config(pa_block_size=16))  # read with prefix caching only
     (folder / "neuron_config.json").unlink()  # nothing yet: the server compiles into it
     vllm_serving.check_folder(served_config(batch_size=8))
     monkeypatch.setenv("NEURON_COMPILED_ARTIFACTS", "")
@@ -187,4 +195,4 @@ def test_the_plugin_has_the_folder_checked_while_the_config_is_built(folder):
 
 def test_keywords_of_another_release_are_unknown_too():
     with pytest.raises(SmolLM3Error, match="no 'of_tomorrow' in the installed NxD Inference: correct it"):
-        vllm_serving.check_keywords({"of_tomorrow": 1}, SimpleNamespace())
+        switches.check_keywords({"of_tomorrow": 1}, SimpleNamespace())

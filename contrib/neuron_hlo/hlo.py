@@ -8,7 +8,7 @@ from . import protos
 
 BYTES = {
     "PRED": 1, "S8": 1, "U8": 1, "S16": 2, "U16": 2, "F16": 2, "BF16": 2, "S32": 4, "U32": 4, "F32": 4, "S64": 8, "U64": 8,
-    "F64": 8,
+    "F64": 8, "F8E4M3FN": 1,
 }
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 # where the way from a K or V output back to its projection ends

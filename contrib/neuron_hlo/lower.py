@@ -100,12 +100,19 @@ def write(graph: Lowered, out: Path) -> dict[str, Any]:
 def run(job: dict[str, Any], out: Path) -> dict[str, Any]:
     """Lowers and shards one job; in a process of its own."""
     os.environ["BASE_COMPILE_WORK_DIR"] = f"{out}/work/"
+    os.environ["LOCAL_WORLD_SIZE"] = str(job["neuron"]["tp_degree"])  # NxD of SDK 2.27 asks a launcher's variable at TP 4
     module, name = job.get("model", MODEL).split(":")
-    model = build(getattr(importlib.import_module(module), name), job["checkpoint"], job["neuron"])
+    model_cls, neuron = getattr(importlib.import_module(module), name), job["neuron"]
+    if neuron.get("quantized"):
+        neuron = {**neuron, "quantized_checkpoints_path": str(out / "quantized")}
+    model = build(model_cls, job["checkpoint"], neuron)
     began = time.perf_counter()
     graphs = lower(model, out / "compiled")
     found = {"seconds": round(time.perf_counter() - began, 2), "graphs": {g.name: write(g, out) for g in graphs}}
     if "library" in job.get("shards", ()):
+        if neuron.get("quantized"):
+            (out / "quantized").mkdir()
+            model_cls.save_quantized_state_dict(job["checkpoint"], model.config)
         model._builder.shard_checkpoint(str(out / "library"))
     if "ours" in job.get("shards", ()):
         from smollm3_neuron.shard_writer import write_shards

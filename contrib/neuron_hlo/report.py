@@ -80,8 +80,7 @@ def lower_checkpoint(folder: Path, output: Path, settings: Settings, sources: st
 
 
 def _lower(python: str, sources: list[str] | None, folder: Path, settings: Settings, out: Path) -> dict[str, Any]:
-    neuron = asdict(settings)
-    job = {"name": out.name, "checkpoint": str(folder.absolute()), "neuron": neuron}
+    job = {"name": out.name, "checkpoint": str(folder.absolute()), "neuron": settings.keywords()}
     jobs = out.parent / "jobs.json"
     jobs.write_text(json.dumps({"sources": sources, "package": str(PACKAGE), "out": str(out.parent), "jobs": [job]}))
     done = subprocess.run(

@@ -23,7 +23,7 @@ import numpy
 
 DTYPES = {
     "F32": numpy.float32, "F16": numpy.float16, "BF16": ml_dtypes.bfloat16, "S32": numpy.int32, "I32": numpy.int32,
-    "S64": numpy.int64, "PRED": numpy.bool_,
+    "S64": numpy.int64, "PRED": numpy.bool_, "I8": numpy.int8, "F8_E4M3": ml_dtypes.float8_e4m3fn,
 }
 CONTEXT_ENCODING, TOKEN_GENERATION = "context_encoding_model", "token_generation_model"
 

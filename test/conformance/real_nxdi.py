@@ -53,13 +53,32 @@ def import_model(job_file):
 
 
 def to_cpu(model):
-    """The library's CPU mode; with buckets each step is told its own, as tracing tells each graph its own."""
+    """The library's CPU mode, in which one module serves all buckets: each step is told its own, as tracing tells each
+    graph its own.
+
+    With LoRA the adapters' weights stand behind the KV caches in the outputs: on a device they go into aliased buffers, CPU
+    mode writes those in place and would take them for more caches.
+    """
     model.to_cpu()
-    if model.neuron_config.enable_bucketing:
+    if model.neuron_config.lora_config is not None:
         for wrapper in model.models:
-            wrapper.model.register_forward_pre_hook(
-                lambda module, arguments: setattr(module, "n_positions", arguments[1].shape[-1])
+            wrapper.model.register_forward_hook(
+                lambda module, arguments, outputs: outputs[: 1 + len(module.kv_mgr.past_key_values)]
             )
+    longest = model.neuron_config.max_context_length
+    for wrapper in model.models:
+        wrapper.model.register_forward_pre_hook(lambda module, arguments: tell_bucket(module, longest, *arguments[:2]))
+
+
+def tell_bucket(module, longest, input_ids, attention_mask):
+    if not module.neuron_config.is_prefix_caching:
+        module.n_positions = attention_mask.shape[-1]
+        return
+    module.n_active_tokens = input_ids.shape[-1]
+    module.prefix_size = attention_mask.shape[-1] if attention_mask.dim() == 2 else 0
+    module.n_positions = module.prefix_size
+    if module.n_active_tokens > 1:
+        module.n_positions = min(module.prefix_size + module.n_active_tokens, longest)
 
 
 def run_rank(model_cls, job, rank, size, store, out, result):
@@ -69,6 +88,7 @@ def run_rank(model_cls, job, rank, size, store, out, result):
     try:
         if size:
             # A store in a file needs no free port. The library takes over a group that exists.
+            os.environ["LOCAL_WORLD_SIZE"] = str(size)  # NxD of SDK 2.27 asks a launcher's variable at TP 4
             torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
         else:
             os.environ["NXD_CPU_MODE"] = "0"  # sharding needs no device, and its mocked process groups know no gloo

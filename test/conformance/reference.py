@@ -20,6 +20,7 @@ RANDOM = {
     "listed-inverted": {"no_rope_layers": [0, 1, 1, 0, 1]},
     "interval-2": {"no_rope_layer_interval": 2},
     "head-dim": {"head_dim": 32},
+    "head-dim-72": {"head_dim": 72},
     "odd-vocabulary": {"vocab_size": 253},
     # prompts of 5 and 17 tokens with 32 more go over the original length
     "yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}},
@@ -30,6 +31,7 @@ RANDOM = {
             "original_max_position_embeddings": 32,
         }
     },
+    "long": {"max_position_embeddings": 1024},
     "one-token": {},  # prompted with one, which the library would read at its padding
     "window": {"use_sliding_window": True, "sliding_window": 16},  # on the NoPE layer
     "window-listed": {
@@ -82,6 +84,21 @@ def make_checkpoint(folder: Path, **changes) -> str:
             parameter.normal_(1.0 if "norm" in name else 0.0, 0.2 if parameter.dim() == 1 else 0.15)
     model.save_pretrained(folder)
     return str(folder)
+
+
+def make_adapter(checkpoint, folder: Path, **config) -> Path:
+    """A random adapter of PEFT's own; every tensor of it different from what it starts with."""
+    from peft import LoraConfig, get_peft_model
+
+    base = SmolLM3ForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    model = get_peft_model(base, LoraConfig(**{"r": 4, "lora_alpha": 12, "task_type": "CAUSAL_LM", **config}))
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+    return folder
 
 
 @functools.cache

@@ -3,7 +3,9 @@
 A feature that a place cannot take says so in `only`; compatibility.md has the reasons.
 """
 
+import json
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,10 +34,11 @@ class Feature:
     serve: dict = field(default_factory=dict)  # when the requests come and go, see model_jobs.serve
     sampling_params: list = field(default_factory=list)
     only: tuple = ()  # nothing: every place
+    cached: tuple = ()  # prefix caching: how many tokens of each prompt the cache has already
 
     def job(self, checkpoints):
         neuron = {"tp_degree": 1, "batch_size": 2, "seq_len": 128, **self.neuron}
-        kind = "serve" if self.serve else "generate"
+        kind = "serve" if self.serve else "share" if self.cached else "generate"
         more = {"sampling_params": self.sampling_params} if self.sampling_params else {}
         return {
             "name": self.name, "kind": kind, "checkpoint": checkpoints[self.checkpoint], "neuron": neuron,
@@ -59,6 +62,16 @@ BUCKETS = dict(
 EDGES = [prompt(length, length) for length in (1, 7, 8, 9, 15, 16, 17, 63, 64)]
 
 SHORT_AND_LONG = [prompt(9), prompt(40, 1)]  # around a window of 16
+SOURCES = ("0.8.0", "0.9.0")
+SEQUENCE_PARALLEL = dict(sequence_parallel_enabled=True, **CONTINUOUS, ctx_batch_size=1)
+WINDOWED = dict(windowed_context_encoding_size=16, max_context_length=64)
+# the last is in the cache whole: its last block is encoded again
+SHARING = [prompt(200), prompt(170) + prompt(9, 1), prompt(100) + prompt(120, 2), prompt(192)]
+CACHED = (0, 160, 96, 160)
+PREFIX_CACHING = dict(
+    is_prefix_caching=True, is_block_kv_layout=True, is_continuous_batching=True, batch_size=4, ctx_batch_size=1,
+    seq_len=256, pa_block_size=32, pa_num_blocks=33,
+)
 
 FEATURES = [
     *(
@@ -104,6 +117,40 @@ FEATURES = [
         for tp in (2, 4)
     ),
     Feature("all-rope", {"tp_degree": 2, "fused_qkv": True}, SHORT_AND_LONG, "all-rope"),
+    *(
+        Feature(f"vocab-parallel-{name}-tp{tp}", {"tp_degree": tp, "vocab_parallel": True}, SHORT_AND_LONG, name)
+        for name in ("plain", "odd-vocabulary")
+        for tp in (1, 2, 4)
+    ),
+    *(
+        Feature(
+            f"sequence-parallel-{name}-tp{tp}", {**SEQUENCE_PARALLEL, "tp_degree": tp, **more}, REQUESTS, serve=COME_AND_GO,
+            only=SOURCES,
+        )
+        for name, more in (("continuous-batching", {}), ("vocab-parallel-fused", {"vocab_parallel": True, "fused_qkv": True}))
+        for tp in (2, 4)
+    ),
+    Feature("context-shorter-than-the-cache", {"max_context_length": 40, "tp_degree": 2}, SHORT_AND_LONG, new_tokens=80),
+    *(
+        Feature(f"windowed-context-tp{tp}", {**WINDOWED, "tp_degree": tp}, EDGES + [prompt(33), prompt(48)], only=SOURCES)
+        for tp in (1, 2)
+    ),
+    Feature("windowed-context-buckets", {**BUCKETS, **WINDOWED, "context_encoding_buckets": [16, 64]}, EDGES, only=SOURCES),
+    Feature(
+        "sequence-parallel-prefix-caching-tp2", {**PREFIX_CACHING, "tp_degree": 2, "sequence_parallel_enabled": True}, SHARING,
+        "long", only=SOURCES, cached=CACHED,
+    ),
+    *(
+        Feature(
+            f"prefix-caching-{name}-tp{tp}", {**PREFIX_CACHING, "tp_degree": tp, **more}, SHARING, "long", only=SOURCES,
+            cached=CACHED,
+        )
+        for name, more in (
+            ("one-bucket", {}),
+            ("buckets", dict(enable_bucketing=True, context_encoding_buckets=[128, 256], prefix_buckets=[128, 256])),
+        )
+        for tp in (1, 2)
+    ),
     Feature("window-as-long-as-the-cache", {"seq_len": 16, "batch_size": 1}, [prompt(9)], "window", new_tokens=8),
 ]
 
@@ -157,6 +204,7 @@ def test_tokens_equal_transformers(place, feature, on_sources, random_checkpoint
         result = on_sources(place, feature)
     assert "error" not in result, result["error"]
     assert result["tokens"] == feature.expected(random_checkpoints)
+    assert tuple(result.get("cached", ())) == feature.cached
 
 
 def test_all_rope_is_a_llama(random_checkpoints):
@@ -172,3 +220,9 @@ def test_all_rope_is_a_llama(random_checkpoints):
     llama.tie_weights()
     tokens = llama.generate(torch.tensor([SHORT_AND_LONG[1]]), do_sample=False, max_new_tokens=24, eos_token_id=None, pad_token_id=0)
     assert tokens[0, 40:].tolist() == reference_tokens(folder, tuple(SHORT_AND_LONG[1]), 24, ())
+
+
+def test_random_checkpoints_leave_tying_out(random_checkpoints):
+    """transformers does not write the default, so they are what a config without the key is."""
+    config = json.loads(Path(random_checkpoints["plain"], "config.json").read_text())
+    assert "tie_word_embeddings" not in config

@@ -46,8 +46,10 @@ def test_nothing_of_ours_is_there(folder, nxd_releases):
 
 
 def test_its_tests_pass(folder, nxd_releases):
-    code, said = run(folder, nxd_releases[0], "-m", "pytest", "-q", "-p", "no:cacheprovider", "test")
-    assert code == 0 and re.search(r"\d{3} passed, 1 skipped", said), said[-4000:]
+    code, said = run(folder, nxd_releases[0], "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "test")
+    assert code == 0 and re.search(r"\d{3} passed", said), said[-4000:]
+    skipped = {re.sub(r"SKIPPED \[\d+\] |\.py(:\d+)?: .*", "", line) for line in said.splitlines() if line[:7] == "SKIPPED"}
+    assert skipped <= {"test/integration/test_model", "test/unit/test_chat"}  # compiles nothing; the 3B's template is not here
 
 
 def test_its_snippet_for_this_library_runs(folder, nxd_releases):

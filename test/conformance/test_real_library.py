@@ -28,7 +28,7 @@ TINY_CELLS = [
 ]
 # not in the matrix of TP 1 and 2; the second line: in test_features.py
 ELSEWHERE = (
-    "listed-inverted", "one-token", "12-heads-4-kv",
+    "listed-inverted", "one-token", "12-heads-4-kv", "long",
     "window", "window-listed", "window-everywhere", "gelu", "gelu_pytorch_tanh", "relu", "odd-intermediate",
     "odd-intermediate-biases",
 )
@@ -57,7 +57,6 @@ def pytest_generate_tests(metafunc):
         )
         for release in metafunc.config.nxd_releases
         for cell in ([TWIN] if twin else TINY_CELLS + RANDOM_CELLS + SLOW_CELLS)
-        if release.version != "0.7.0" or cell.tp <= 2
     ])
 
 

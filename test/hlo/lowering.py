@@ -54,7 +54,11 @@ class Cell:
 GREEDY = {"on_device_sampling": {"do_sample": False, "top_k": 1}}
 CONTINUOUS = {"is_continuous_batching": True, "ctx_batch_size": 1}
 BUCKETS = {"enable_bucketing": True}
+PREFIX_CACHING = {
+    **CONTINUOUS, "is_prefix_caching": True, "is_block_kv_layout": True, "pa_block_size": 32, "pa_num_blocks": 16,
+}
 SEQUENCE_PARALLEL = {"sequence_parallel_enabled": True}
+PER_CHANNEL = {"quantized": True, "quantization_type": "per_channel_symmetric"}
 
 CELLS = [
     *[Cell("tiny", tp, fused, batch=1) for tp in (1, 2, 4, 8) for fused in (False, True)],
@@ -67,6 +71,11 @@ CELLS = [
     Cell("plain", 2, label="continuous", options=CONTINUOUS),
     Cell("plain", 4, fused=True, label="all", options={**GREEDY, **CONTINUOUS, **BUCKETS, **SEQUENCE_PARALLEL}, seq_len=256),
     Cell("plain", 2, label="vocab-parallel", options={"vocab_parallel": True}),
+    Cell("odd-vocabulary", 4, label="vocab-parallel", options={"vocab_parallel": True}),
+    Cell("plain", 2, label="async", options={"async_mode": True, **GREEDY}),
+    Cell("plain", 2, label="windowed-context", options={"windowed_context_encoding_size": 16}),
+    Cell("plain", 2, label="prefix-caching", options=PREFIX_CACHING, seq_len=256),
+    Cell("plain", 2, label="short-context", options={"max_context_length": 40}),
     Cell("odd-vocabulary", 4),
     Cell("odd-vocabulary", 2, label="sampling", options=GREEDY),
     Cell("negative", 3),
@@ -79,12 +88,20 @@ CELLS = [
     Cell("biases", 2, fused=True),
     Cell("9-heads-3-kv", 2),
     Cell("one-token", 2, batch=1),
+    Cell("plain", 2, label="int8", options={"quantized": True}),
+    Cell("plain", 8, fused=True, label="int8-channel", options=PER_CHANNEL),
+    Cell("untied", 2, label="f8e4m3", options={"quantized": True, "quantization_dtype": "f8e4m3"}),
+    Cell(
+        "plain", 3, fused=True, label="f8e4m3-channel",
+        options={**PER_CHANNEL, "quantization_dtype": "f8e4m3", "modules_to_not_convert": ["lm_head"]},
+    ),
     Cell("plain", 2, dtype="bfloat16"),
     Cell("plain", 8, fused=True, dtype="bfloat16"),
 ]
 SHORTENED = {
     "tiny-tp2-split", "tiny-tp8-fused", "plain-tp3-split", "plain-tp5-fused", "plain-tp3-split-sampling",
     "plain-tp2-split-sequence-parallel", "plain-tp2-split-buckets", "plain-tp2-split-bfloat16",
+    "plain-tp2-split-int8", "plain-tp3-fused-f8e4m3-channel",
 }
 # NxDI's own Llama beside the sequence-parallel cells: what its collectives are
 LLAMA = "neuronx_distributed_inference.models.llama.modeling_llama:NeuronLlamaForCausalLM"

@@ -225,6 +225,14 @@ def test_inputs_that_do_not_fit(compiled):
         app(torch.tensor([[3, 5, 6]]), attention_mask=mask, position_ids=torch.tensor([[1, 0, 1]]))
 
 
+def test_async_mode_wants_the_lines_in_order(build):
+    """Asked before anything runs; this runtime has no async mode."""
+    app = build()
+    app.neuron_config.async_mode = True
+    with pytest.raises(ValueError, match=r"seq_ids is \[1, 0\], with async_mode it must rise"):
+        decode(app, [[5, 6], [7, 8]], [1, 0])
+
+
 def test_artifacts_that_are_not_right(build, compiled, tmp_path):
     app, folder = compiled(tp_degree=2, fused_qkv=True)
     cls, weights = type(app), tmp_path / "weights"

@@ -15,14 +15,16 @@ import shutil
 import tempfile
 import time
 import zlib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Callable, Iterator, TextIO
 
 from . import __version__, chat, hf_config
 from .errors import SmolLM3Error
+from .quantization import check_quantization
 from .sharding import ShardingPlan
+from .switches import check_encoding
 
 FORMAT = 1
 MANIFEST = "artifact.json"
@@ -57,6 +59,17 @@ class Settings:
     context_encoding_buckets: list[int] | None = None  # None: powers of two from 128 on
     token_generation_buckets: list[int] | None = None
     on_device_sampling_config: dict[str, Any] | None = None  # None: logits come back, and the host samples
+    vocab_parallel: bool = False
+    sequence_parallel_enabled: bool = False
+    async_mode: bool = False
+    windowed_context_encoding_size: int | None = None
+    is_prefix_caching: bool = False  # with the block KV layout
+    pa_block_size: int | None = None  # None: 32 with prefix caching
+    pa_num_blocks: int | None = None  # None: enough for batch_size requests of seq_len
+    quantized: bool = False
+    quantization_type: str = "per_tensor_symmetric"
+    quantization_dtype: str = "int8"
+    modules_to_not_convert: list[str] | None = None
 
     def checked(self, config: dict[str, Any]) -> "Settings":
         """These settings, complete, for a model with these resolved values; SmolLM3Error where they cannot run."""
@@ -86,9 +99,33 @@ class Settings:
                     f"on_device_sampling_config has {name} {value!r}, allowed are {', '.join(SAMPLING)}: the first three "
                     "true or false, the rest numbers"
                 )
+        check_quantization(SimpleNamespace(**config, neuron_config=self))
         self._check_buckets("context_encoding_buckets", "max_context_length", context)
         self._check_buckets("token_generation_buckets", "seq_len", self.seq_len)
-        return Settings(**{**asdict(self), "max_context_length": context, "ctx_batch_size": prompts})
+        block, blocks = self._check_blocks()
+        settings = replace(
+            self, max_context_length=context, ctx_batch_size=prompts, pa_block_size=block, pa_num_blocks=blocks
+        )
+        check_encoding(settings)
+        return settings
+
+    def keywords(self) -> dict[str, Any]:
+        """NeuronConfig's, with torch_dtype by its name."""
+        given = {name: value for name, value in asdict(self).items() if value is not None}
+        return {**given, "is_block_kv_layout": self.is_prefix_caching}
+
+    def _check_blocks(self) -> tuple[int | None, int | None]:
+        """pa_block_size and pa_num_blocks."""
+        if not self.is_prefix_caching:
+            for name in ("pa_block_size", "pa_num_blocks"):
+                if getattr(self, name) is not None:
+                    raise SmolLM3Error(
+                        f"{name} is {getattr(self, name)}, but is_prefix_caching is off: turn it on or leave the other out"
+                    )
+            return None, None
+        block = 32 if self.pa_block_size is None else self.pa_block_size
+        needed = self.batch_size * self.seq_len // max(block, 1)
+        return block, needed if self.pa_num_blocks is None else self.pa_num_blocks
 
     def _check_buckets(self, name: str, limit_name: str, limit: int) -> None:
         buckets = getattr(self, name)
@@ -118,6 +155,11 @@ class Artifact:
     def place(self) -> str:
         """ "cpu" or "neuron": where its graphs run."""
         return self.manifest["place"]
+
+    @property
+    def adapter(self) -> str | None:
+        """Folder of the PEFT adapter that was merged."""
+        return (self.manifest["model"].get("adapter") or {}).get("folder")
 
     def load(self):
         """The model, ready to generate. `ensure_neuronx` must have been called."""
@@ -160,7 +202,9 @@ def build_config(folder: Path, settings: Settings):
     from .modeling_smollm3_3b import SmolLM3InferenceConfig
 
     settings = settings.checked(hf_config.read_config(folder))
-    values = {**asdict(settings), "torch_dtype": getattr(torch, settings.torch_dtype)}
+    values = {**settings.keywords(), "torch_dtype": getattr(torch, settings.torch_dtype)}
+    if settings.quantized:  # the library wants a path, and reads it only if it is to shard
+        values["quantized_checkpoints_path"] = str(folder)
     # the library is told to skip sharding: shard_writer.py does it
     neuron_config = SmolLM3InferenceConfig.get_neuron_config_cls()(
         save_sharded_checkpoint=True, skip_sharding=True, **values
@@ -177,15 +221,16 @@ def compile_artifact(
     name: str | None = None,
     revision: str | None = None,
     weights_only: bool = False,
+    merge_adapter: Path | None = None,
     on_step: Callable[[str], None] = lambda step: None,
     on_bytes: Callable[[int, int], None] = lambda count, total: None,
 ) -> Artifact:
     """Compiles the checkpoint in `folder` to the artifact folder `output`; `ensure_neuronx` must have been called.
 
     What stands there already and is the same is taken as it is. `weights_only` keeps the graphs and shards the weights
-    again. `on_step` is called with each step's name as it begins, `on_bytes` with (bytes of weights just written, of
-    all). Every fault of config and checkpoint is told before anything is compiled; nothing stands at `output` unless it
-    is whole. Raises SmolLM3Error.
+    again. `merge_adapter` is the folder of a PEFT adapter that goes into them. `on_step` is called with each step's name
+    as it begins, `on_bytes` with (bytes of weights just written, of all). Every fault of config and checkpoint is told
+    before anything is compiled; nothing stands at `output` unless it is whole. Raises SmolLM3Error.
     """
     on_step("checking the checkpoint")
     values = hf_config.read_config(folder)
@@ -194,7 +239,15 @@ def compile_artifact(
         raise SmolLM3Error(
             f"ctx_batch_size is {settings.ctx_batch_size}: is_continuous_batching on a device takes 1 prompt at a time"
         )
+    if place == "cpu" and settings.quantized:
+        raise SmolLM3Error("quantized: the CPU runtime computes with whole weights only; leave it out with --device cpu")
+    adapter = None
+    if merge_adapter is not None:
+        from .adapter import Adapter
+
+        adapter = Adapter(merge_adapter.absolute(), SimpleNamespace(**values))
     model = {"name": name or str(folder), "folder": str(folder), "revision": revision, **_identity(folder)}
+    model["adapter"] = adapter and adapter.identity
     made_of = {"format": FORMAT, "place": place, "model": model, "settings": asdict(settings), "versions": versions()}
     standing = _standing(output, place, made_of, weights_only)
     if standing and not weights_only:
@@ -216,11 +269,15 @@ def compile_artifact(
             from .modeling_smollm3_3b import NeuronSmolLM3ForCausalLM
 
             on_step(f"compiling for tp_degree {settings.tp_degree}")
-            NeuronSmolLM3ForCausalLM(str(folder), config).compile(str(staging))
+            try:
+                model = NeuronSmolLM3ForCausalLM(str(folder), config)
+            except NotImplementedError as error:  # the library's, or the CPU runtime's, for a setting that it has not
+                raise SmolLM3Error(f"{error}; leave it out") from None
+            model.compile(str(staging))
         compile_seconds = time.perf_counter() - seconds
         on_step("sharding the weights")
         total = shard_bytes(config)
-        weights = write_shards(folder, config, staging / "weights", lambda count: on_bytes(count, total))
+        weights = write_shards(folder, config, staging / "weights", lambda count: on_bytes(count, total), adapter)
         for file in TOKENIZER_FILES:
             if (folder / file).is_file():
                 shutil.copyfile(folder / file, staging / file)
@@ -252,7 +309,7 @@ def _standing(output: Path, place: str, made_of: dict[str, Any], weights_only: b
         return None
     standing = open_artifact(output, place)
     wanted = {**made_of["settings"], "config_sha256": made_of["model"]["config_sha256"]}
-    there = {**standing.manifest["settings"], "config_sha256": standing.manifest["model"]["config_sha256"]}
+    there = {**asdict(standing.settings), "config_sha256": standing.manifest["model"]["config_sha256"]}
     for key, value in wanted.items():
         if there[key] != value:
             raise SmolLM3Error(f"{output}: its graphs have {key} {there[key]}, not {value}; compile without --weights-only")

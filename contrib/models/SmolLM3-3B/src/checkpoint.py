@@ -8,12 +8,14 @@ embeddings, fused QKV, KV heads expanded for CONVERT_TO_MHA, the ranks.
 import json
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, Collection
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from .errors import SmolLM3Error
+from .hf_config import INSTEAD, check_format
+from .quantization import quantized_linears
 from .sharding import ShardingPlan, padded, source_num_key_value_heads
 
 logger = logging.getLogger("Neuron")
@@ -22,6 +24,12 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 PREFIX = "model."
 LEFTOVER = "rotary_emb.inv_freq"  # a buffer that old versions of transformers saved
+STORED_DTYPES = ("BF16", "F16", "F32")
+# by their last part: what gptq and awq, bitsandbytes, compressed-tensors and fp8 checkpoints hold beside or for a weight
+QUANTIZED_TENSORS = (
+    "qweight", "qzeros", "scales", "g_idx", "absmax", "quant_map", "SCB", "weight_packed", "weight_scale",
+    "weight_scale_inv",
+)  # fmt: skip
 
 
 def checkpoint_files(folder: str | Path) -> dict[str, Path]:
@@ -37,9 +45,8 @@ def checkpoint_files(folder: str | Path) -> dict[str, Path]:
     elif (folder / SINGLE).is_file():
         files = {name: folder / SINGLE for name in _names_in(folder / SINGLE)}
     else:
-        others = sorted(p.name for pattern in ("*.bin", "*.gguf", "*.msgpack", "*.h5") for p in folder.glob(pattern))
-        found = f"found {', '.join(others)}; " if others else ""
-        raise SmolLM3Error(f"{folder}: neither {INDEX} nor {SINGLE} there; {found}only safetensors are read")
+        check_format(folder)
+        raise SmolLM3Error(f"{folder}: neither {INDEX} nor {SINGLE} there; only safetensors are read")
     for file in sorted(set(files.values())):
         if not file.is_file():
             raise SmolLM3Error(f"{file}: missing, but {INDEX} names it; download it again")
@@ -81,16 +88,24 @@ def expected_shapes(config: Any) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def check_checkpoint(folder: str | Path, config: Any) -> dict[str, Path]:
-    """`checkpoint_files` after checking names and shapes against the config; reads headers only."""
+def check_checkpoint(folder: str | Path, config: Any, quantized: Collection[str] = ()) -> dict[str, Path]:
+    """`checkpoint_files` after checking names and shapes against the config; reads headers only.
+
+    `quantized`: the projections that NxD Inference quantized, see quantization.py.
+    """
     files = checkpoint_files(folder)
     shapes = {}
     for file in sorted(set(files.values())):
         with safe_open(file, framework="pt") as tensors:
             for name, where in files.items():
                 if where == file:
-                    shapes[_plain(name)] = tuple(tensors.get_slice(name).get_shape())
-    _check_names(shapes, config, str(folder))
+                    stored = tensors.get_slice(name)
+                    is_foreign = stored.get_dtype() not in STORED_DTYPES or name.split(".")[-1] in QUANTIZED_TENSORS
+                    if is_foreign and _plain(name).rpartition(".")[0] not in quantized:
+                        found = f"{file}: {name} is {stored.get_dtype()}, as in a quantized checkpoint"
+                        raise SmolLM3Error(f"{found}, which is not read; {INSTEAD}")
+                    shapes[_plain(name)] = tuple(stored.get_shape())
+    _check_names(shapes, config, str(folder), quantized)
     for name, shape in expected_shapes(config).items():
         if shapes[name] != shape:
             raise SmolLM3Error(f"{folder}: {name} has shape {shapes[name]}, config.json asks for {shape}")
@@ -98,8 +113,8 @@ def check_checkpoint(folder: str | Path, config: Any) -> dict[str, Path]:
 
 
 def load_state_dict(folder: str | Path, config: Any) -> dict[str, torch.Tensor]:
-    """Name without prefix -> tensor, as stored."""
-    files = check_checkpoint(folder, config)
+    """Name without prefix -> tensor, as stored; of a checkpoint quantized by NxD Inference if the config says quantized."""
+    files = check_checkpoint(folder, config, quantized_linears(config))
     state_dict = {}
     for file in sorted(set(files.values())):
         with safe_open(file, framework="pt") as tensors:
@@ -113,8 +128,11 @@ def to_neuron_state_dict(state_dict: dict[str, torch.Tensor], config: Any) -> di
     """The checkpoint's tensors (names without prefix) as NxD Inference's sharder takes them; changes `state_dict`."""
     for name in [name for name in state_dict if name.endswith(LEFTOVER)]:
         del state_dict[name]
-    _check_names(state_dict, config, "the state dict")
-    if config.tie_word_embeddings and "lm_head.weight" in state_dict:
+    quantized = quantized_linears(config)
+    _check_names(state_dict, config, "the state dict", quantized)
+    for linear in quantized:  # one for all may have no dimension, and the library takes it for one per channel then
+        state_dict[f"{linear}.scale"] = torch.atleast_1d(state_dict[f"{linear}.scale"])
+    if config.tie_word_embeddings and "lm_head.weight" in state_dict and "lm_head" not in quantized:
         head = state_dict.pop("lm_head.weight")
         if not torch.equal(head, state_dict["embed_tokens.weight"]):
             logger.warning(
@@ -143,16 +161,16 @@ def to_neuron_state_dict(state_dict: dict[str, torch.Tensor], config: Any) -> di
 
 def expand_kv_heads(state_dict: dict[str, torch.Tensor], attention: str, plan: ShardingPlan) -> None:
     """Each KV head once per query head that reads it: whole heads, in the order of the query heads."""
-    for name in ("k_proj.weight", "k_proj.bias", "v_proj.weight", "v_proj.bias"):
+    for name in (f"{proj}.{kind}" for proj in ("k_proj", "v_proj") for kind in ("weight", "bias", "scale")):
         tensor = state_dict.get(f"{attention}.{name}")
-        if tensor is not None:
+        if tensor is not None and len(tensor) > 1:
             heads = tensor.unflatten(0, (plan.num_key_value_heads, -1))
             state_dict[f"{attention}.{name}"] = heads.repeat_interleave(plan.kv_expansion, dim=0).flatten(0, 1)
 
 
 def fuse_qkv(state_dict: dict[str, torch.Tensor], attention: str) -> None:
     """q_proj, k_proj and v_proj become Wqkv: their rows one after the other."""
-    for kind in ("weight", "bias"):
+    for kind in ("weight", "bias", "scale"):
         names = [f"{attention}.{proj}.{kind}" for proj in ("q_proj", "k_proj", "v_proj")]
         if names[0] in state_dict:
             state_dict[f"{attention}.Wqkv.{kind}"] = torch.cat([state_dict.pop(name) for name in names])
@@ -170,9 +188,9 @@ def _names_in(file: Path) -> list[str]:
         raise SmolLM3Error(f"{file}: not a whole safetensors file ({error}); download it again") from None
 
 
-def _check_names(names: Any, config: Any, where: str) -> None:
-    expected = expected_shapes(config)
-    allowed = expected.keys() | {"lm_head.weight"}
+def _check_names(names: Any, config: Any, where: str, quantized: Collection[str]) -> None:
+    expected = [*expected_shapes(config), *sorted(f"{linear}.scale" for linear in quantized)]
+    allowed = {*expected, "lm_head.weight"}
     missing = [name for name in expected if name not in names]
     unknown = [name for name in names if name not in allowed and not name.endswith(LEFTOVER)]
     if "lm_head.weight" in missing:

@@ -18,6 +18,10 @@ from transformers.generation.logits_process import (
 from .errors import SmolLM3Error
 
 
+class NotANumber(RuntimeError):
+    """The model is broken: nothing can be chosen from what it returned."""
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How the next token is chosen; temperature 0 is greedy. `seed` makes it repeat."""
@@ -56,10 +60,11 @@ class Sampling:
 @dataclass
 class Generated:
     """One prompt's new tokens (the EOS that ended it included) and, per token, the two best logits' distance (none where
-    the device samples)."""
+    the device samples) and, where they are kept, the logits [vocab] themselves, none of them barred."""
 
     tokens: list[int] = field(default_factory=list)
     margins: list[float] = field(default_factory=list)
+    logits: list[torch.Tensor] = field(default_factory=list, compare=False, repr=False)
     finished: bool = False
 
 
@@ -101,11 +106,15 @@ def generate(
     pad_token_id: int = 0,
     sampling: Sampling = Sampling(),
     on_token: Callable[[int, int], None] | None = None,
+    forced: Sequence[Sequence[int]] | None = None,
+    keep_logits: bool = False,
 ) -> list[Generated]:
     """New tokens for each prompt (token ids), in groups of the model's batch size.
 
     `on_token(prompt index, token)` is called as tokens come. A row ends at an EOS, after max_new_tokens, or where the
-    model's seq_len is full. Raises SmolLM3Error for an empty prompt or one longer than max_context_length.
+    model's seq_len is full. `forced` (teacher forcing) are, per prompt, the tokens that are fed in the place of the
+    model's own choices, as many of which come back. Raises SmolLM3Error for an empty prompt or one longer than
+    max_context_length.
     """
     neuron_config = model.config.neuron_config
     if max_new_tokens < 1:
@@ -124,38 +133,45 @@ def generate(
         _generate_group(
             model, prompts[group], results[group], max_new_tokens, eos_token_ids, barred_token_ids, pad_token_id, sampling,
             (lambda row, token, first=first: on_token(first + row, token)) if on_token else None,
+            forced and forced[group], keep_logits,
         )  # fmt: skip
     return results
 
 
 def _generate_group(
-    model, prompts, results, max_new_tokens, eos_token_ids, barred_token_ids, pad_token_id, sampling, on_token
-):
+    model, prompts, results, max_new_tokens, eos_token_ids, barred_token_ids, pad_token_id, sampling, on_token, forced,
+    keep_logits,
+):  # fmt: skip
     seq_len = model.config.neuron_config.seq_len
     on_device = getattr(model.config.neuron_config, "on_device_sampling_config", None)
     if on_device:
         choose, more = _on_device(on_device, sampling, len(prompts), barred_token_ids)
     else:
         choose, more = _Chooser(sampling, len(prompts), barred_token_ids), {}
+    limits = [min(max_new_tokens, len(row)) for row in forced] if forced else [max_new_tokens] * len(prompts)
     model.reset()
     output = model(**prefill_inputs(prompts, pad_token_id), **more)
     while True:
+        logits = output.logits[:, -1].float().clone() if keep_logits else None  # `choose` bars tokens in place
         tokens, margins = choose(prompts, results, output)
         for row, result in enumerate(results):
             if result.finished:
                 continue
             result.tokens.append(tokens[row])
             result.margins += margins[row : row + 1]
+            if keep_logits:
+                result.logits.append(logits[row])
             used = len(prompts[row]) + len(result.tokens)
             result.finished = (
-                tokens[row] in eos_token_ids or len(result.tokens) >= max_new_tokens or used > seq_len
+                tokens[row] in eos_token_ids or len(result.tokens) >= limits[row] or used > seq_len
             )
             if on_token:
                 on_token(row, tokens[row])
         if all(result.finished for result in results):
             return
         # a finished row goes on in its last place, where it writes over its own last token
-        last = [result.tokens[-1] for result in results]
+        fed = forced or [result.tokens for result in results]
+        last = [tokens[len(result.tokens) - 1] for tokens, result in zip(fed, results)]
         positions = [min(len(p) + len(r.tokens) - 1, seq_len - 1) for p, r in zip(prompts, results)]
         output = model(**decode_inputs(last, positions), **more)
 
@@ -186,7 +202,7 @@ class _Chooser:
     def __call__(self, prompts, results, output) -> tuple[list[int], list[float]]:
         logits = output.logits[:, -1].float()
         if not torch.isfinite(logits).any(-1).all() or logits.isnan().any():
-            raise RuntimeError("the model returned logits that are not numbers")
+            raise NotANumber("the model returned logits that are not numbers")
         logits[:, self.barred] = float("-inf")
         best = logits.topk(2, dim=-1)
         margins = (best.values[:, 0] - best.values[:, 1]).tolist()

@@ -32,10 +32,15 @@ ROPE_SCALING_KEYS = {
     "yarn": (("factor",), ("original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "truncate")),
 }
 ROPE_TYPES = ("default", *ROPE_SCALING_KEYS)
+INSTEAD = "use the bfloat16 safetensors checkpoint that it was made from, e.g. HuggingFaceTB/SmolLM3-3B"
+OTHER_FORMATS = {".gguf": "GGUF", ".msgpack": "Flax", ".h5": "TensorFlow", ".bin": "a PyTorch pickle"}
+# files that older tools write beside quantized weights, where config.json does not say it
+QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
     """The resolved values of `folder`/config.json, see `resolve`; SmolLM3Error where they would run wrong."""
+    check_format(folder)
     path = Path(folder) / "config.json"
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
@@ -50,6 +55,18 @@ def read_config(folder: str | Path) -> dict[str, Any]:
         return resolve(raw)
     except SmolLM3Error as error:
         raise SmolLM3Error(f"{path}: {error}") from None
+
+
+def check_format(folder: str | Path) -> None:
+    """SmolLM3Error for a folder whose weights are in a format that is not read, or quantized by another tool."""
+    for name, method in QUANTIZATION_FILES.items():
+        if (Path(folder) / name).is_file():
+            raise SmolLM3Error(f"{folder}: {name} says that it is quantized with {method!r}, which is not read; {INSTEAD}")
+    if next(Path(folder).glob("*.safetensors"), None) is not None:
+        return
+    for suffix, format_name in OTHER_FORMATS.items():
+        for file in sorted(Path(folder).glob(f"*{suffix}")):
+            raise SmolLM3Error(f"{folder}: {file.name} is {format_name}, only safetensors are read; {INSTEAD}")
 
 
 def resolve(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,8 +109,11 @@ def _check_explicit(raw: Mapping[str, Any]) -> None:
         raise SmolLM3Error(f"dtype is {dtype!r}, allowed is {_one_of(DTYPES)}")
     for name in ("quantization_config", "compression_config"):
         if raw.get(name):
-            method = raw[name].get("quant_method", "unknown") if isinstance(raw[name], dict) else raw[name]
-            raise SmolLM3Error(f"{name}: a checkpoint quantized with {method!r} is not supported; use the bf16 one")
+            method = raw[name]
+            if isinstance(method, dict):  # old ones of bitsandbytes do not name it
+                of_bits = "bitsandbytes" if "load_in_4bit" in method or "load_in_8bit" in method else "unknown"
+                method = method.get("quant_method") or of_bits
+            raise SmolLM3Error(f"{name}: the checkpoint is quantized with {method!r}, which is not read; {INSTEAD}")
 
 
 def _required(values: Mapping[str, Any], name: str) -> Any:

@@ -23,12 +23,13 @@ from transformers import SmolLM3ForCausalLM
 from transformers.models.smollm3.modeling_smollm3 import SmolLM3RMSNorm
 
 from . import checkpoint, hf_config
+from .adapter import check_serving
 from .errors import SmolLM3Error
+from .quantization import check_quantization
 from .rope import ScaledRotaryEmbedding
 from .sharding import ShardingPlan
 from .sliding_window import SlidingWindowKVCacheManager, check_sliding_window, layer_windows
-from .switches import check_sequence_parallel, check_switches, installed_release
-from .vllm_serving import check_keywords
+from .switches import check_encoding, check_keywords, check_switches, installed_release
 
 logger = logging.getLogger("Neuron")
 
@@ -80,7 +81,9 @@ class SmolLM3InferenceConfig(InferenceConfig):
         super().validate_config()
         check_sliding_window(self)
         check_switches(self.neuron_config, self.no_rope_layers, self.hidden_act, installed_release())
-        check_sequence_parallel(self.neuron_config)
+        check_encoding(self.neuron_config)
+        check_quantization(self)
+        check_serving(self)
         for check in self.further_checks:
             check(self)
 
@@ -117,6 +120,15 @@ class NeuronSmolLM3Attention(NeuronAttentionBase):
             o_bias=config.attention_bias,
             sliding_window=layer_windows(config)[layer_idx],
         )
+
+    def perform_prefix_prefill(self, Q, K, V, q_len, bsz, attention_mask, past_key_value, active_mask):
+        """The library's, which without its kernel leaves the prefix unmasked: a cached prefix shorter than its bucket."""
+        prefix = Q, K, V, q_len, bsz, attention_mask, past_key_value, active_mask
+        strategy = self.get_flash_attention_strategy(q_len, has_attention_mask=False)
+        if strategy.name != "NONE" or not self.neuron_config.is_prefix_caching:
+            return super().perform_prefix_prefill(*prefix)
+        mask = attention_mask[:, None, None, :].bool()
+        return self.compute_for_token_gen(Q, K, V, None, past_key_value, mask, active_mask, is_prefix_caching=True), strategy
 
 
 class NeuronSmolLM3DecoderLayer(nn.Module):
@@ -226,12 +238,20 @@ class NeuronSmolLM3Model(NeuronBaseModel):
         last logits as it padded after cutting the padding off: so the padding is kept until then and cut off here.
         """
         config = self.neuron_config
-        if input_ids.shape[-1] > 1 and not config.is_prefix_caching and not config.windowed_context_encoding_size:
-            position_ids = position_ids * attention_mask
+        if input_ids.shape[-1] > 1 and not config.is_prefix_caching:
+            position_ids = self._pad_position_ids(position_ids, attention_mask)
         outputs = super().forward(input_ids, attention_mask, position_ids, *args, **kwargs)
         if self.lm_head.pad_size and not self.on_device_sampling:
             outputs[0] = outputs[0][..., : self.vocab_size]
         return outputs
+
+
+    def _pad_position_ids(self, position_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        """0 on padding; with windowed context encoding in the first window only: windows of nothing but 1 are left out."""
+        window = self.neuron_config.windowed_context_encoding_size
+        if window is None:
+            return position_ids * attention_mask
+        return torch.cat([position_ids[:, :window] * attention_mask[:, :window], position_ids[:, window:]], dim=1)
 
 
 class NeuronSmolLM3ForCausalLM(NeuronBaseForCausalLM):
@@ -242,18 +262,19 @@ class NeuronSmolLM3ForCausalLM(NeuronBaseForCausalLM):
     def forward(self, input_ids=None, seq_ids=None, attention_mask=None, position_ids=None, **kwargs):
         """The library's, for `seq_ids` in any order: it takes row i of a full batch of tokens for line i of the cache.
 
-        SmolLM3Error for prompts that are padded on the left, which it would read as if they were not.
+        SmolLM3Error for prompts that are padded on the left, which it would read as if they were not, and for another
+        order with async_mode.
         """
         if attention_mask is not None and (attention_mask[:, 1:] > attention_mask[:, :-1]).any():
             raise SmolLM3Error("attention_mask has a 0 before a 1: pad prompts on the right")
         rows = dict(
             kwargs, input_ids=input_ids, seq_ids=seq_ids, attention_mask=attention_mask, position_ids=position_ids
         )
-        reads_lines_as_rows = self.neuron_config.is_continuous_batching and not (
-            self.neuron_config.is_block_kv_layout or self.neuron_config.async_mode
-        )
+        reads_lines_as_rows = self.neuron_config.is_continuous_batching and not self.neuron_config.is_block_kv_layout
         if not reads_lines_as_rows or seq_ids is None or torch.equal(seq_ids, seq_ids.sort().values):
             return super().forward(**rows)
+        if self.neuron_config.async_mode:  # a step's rows are those that the step before left on the device
+            raise SmolLM3Error(f"seq_ids is {seq_ids.tolist()}, with async_mode it must rise: sort the batch by it")
         order = seq_ids.argsort()
         output = super().forward(**{k: v[order] if torch.is_tensor(v) else v for k, v in rows.items()})
         as_asked = order.argsort()
@@ -287,4 +308,5 @@ class NeuronSmolLM3ForCausalLM(NeuronBaseForCausalLM):
 
     @staticmethod
     def update_state_dict_for_tied_weights(state_dict: dict):
-        state_dict["lm_head.weight"] = state_dict["embed_tokens.weight"].clone()
+        if "lm_head.scale" not in state_dict:  # a quantized head keeps its own weights
+            state_dict["lm_head.weight"] = state_dict["embed_tokens.weight"].clone()

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from .errors import SmolLM3Error
+from .hf_config import INSTEAD, OTHER_FORMATS
 
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM3-3B"
 REVISIONS = {DEFAULT_MODEL: "a07cc9a04f16550a088caea529712d1d335b0ac1"}  # pinned: a name alone is not an identity
@@ -54,6 +55,9 @@ def locate_model(model: str, revision: str | None = None) -> tuple[Path, str, st
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder.resolve(), str(folder.resolve()), None
+    if folder.suffix in OTHER_FORMATS or model.lower().endswith("gguf"):
+        found = OTHER_FORMATS.get(folder.suffix, "GGUF")
+        raise SmolLM3Error(f"{model}: {found} is not read, only safetensors are; {INSTEAD}")
     if folder.exists():
         raise SmolLM3Error(f"{model}: a checkpoint folder is expected, this is a file")
     if model.startswith((".", "/", "~")) or model.count("/") != 1:

@@ -1,12 +1,16 @@
 """transformers' `SmolLM3ForCausalLM` as the reference: the same prompts, greedy, beside the Neuron model."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Sequence
 
 import torch
-from transformers import SmolLM3ForCausalLM
+from transformers import SmolLM3Config, SmolLM3ForCausalLM
 
-from .generation import Generated, decode_inputs, prefill_inputs
+from . import hf_config
+from .adapter import Adapter
+from .checkpoint import PREFIX
+from .generation import Generated
 
 # Of the published results of this model on Neuron; the first two are the math prompts.
 PUBLISHED_PROMPTS = (
@@ -19,8 +23,22 @@ PUBLISHED_PROMPTS = (
 )
 
 
-def load_reference(folder: str | Path, dtype: torch.dtype = torch.float32) -> SmolLM3ForCausalLM:
-    return SmolLM3ForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+def load_reference(
+    folder: str | Path, dtype: torch.dtype = torch.float32, adapter: str | Path | None = None
+) -> SmolLM3ForCausalLM:
+    """The checkpoint in `folder`, whichever spelling its config has (transformers 4 does not read transformers 5's), with
+    the PEFT adapter in that folder merged."""
+    values, config = hf_config.read_config(folder), SmolLM3Config.from_pretrained(folder)
+    config.rope_theta, config.rope_scaling = values["rope_theta"], values["rope_scaling"]
+    model = SmolLM3ForCausalLM.from_pretrained(folder, config=config, dtype=dtype).eval()
+    if adapter is None:
+        return model
+    merge = Adapter(adapter, SimpleNamespace(**values))
+    if model.lm_head.weight is model.model.embed_tokens.weight:
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    for name, parameter in model.named_parameters():
+        parameter.data = merge.merged(name.removeprefix(PREFIX), parameter.data, dtype)[:].to(dtype)
+    return model
 
 
 @torch.no_grad()
@@ -45,16 +63,6 @@ def reference_generate(
     )
     best = torch.stack(output.scores)[:, 0].float().topk(2, dim=-1).values
     return Generated(output.sequences[0, len(prompt) :].tolist(), (best[:, 0] - best[:, 1]).tolist(), True)
-
-
-@torch.no_grad()
-def teacher_forced_logits(model, tokens: Sequence[int], prompt_length: int) -> torch.Tensor:
-    """Logits [len(tokens) - prompt_length + 1, vocab] of a Neuron model fed with `tokens`, whatever it would answer."""
-    model.reset()
-    logits = [model(**prefill_inputs([tokens[:prompt_length]], pad_token_id=0)).logits[0, -1]]
-    for position in range(prompt_length, len(tokens)):
-        logits.append(model(**decode_inputs([tokens[position]], [position])).logits[0, -1])
-    return torch.stack(logits).float()
 
 
 def token_match(tokens: Sequence[int], expected: Sequence[int]) -> float:

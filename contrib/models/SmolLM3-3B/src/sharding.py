@@ -133,7 +133,7 @@ def rank_outputs(
         add("embed_tokens.rank_util.rank", (1,))
     else:
         cut(embed, embed, 1, hidden, config.vocab_size)
-    cut("lm_head.weight", embed if config.tie_word_embeddings else "lm_head.weight", 0, config.vocab_size, hidden)
+    cut("lm_head.weight", "lm_head.weight", 0, config.vocab_size, hidden)  # of tied embeddings: whoever reads takes them
     whole("norm.weight")
     add("rank_util.rank", (1,))
 

@@ -4,13 +4,12 @@ Written against vllm-neuron 0.2.0: its defaults, and NEURON_COMPILED_ARTIFACTS, 
 compiling.
 """
 
-import difflib
 import json
 import os
 import shlex
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any
 
 from . import hf_config
 from .artifact import MANIFEST, Artifact, Settings, open_artifact
@@ -25,10 +24,13 @@ FLAGS = {
     "seq_len": "--max-model-len",
     "torch_dtype": "--dtype",
 }
+BLOCKS = {"is_prefix_caching", "pa_block_size", "pa_num_blocks"}  # flags of the server's own, see serve_command
 
 
 def settings_of_server(settings: Settings, sampling_given: bool = False) -> Settings:
     """`settings` completed as vllm-neuron completes its server's flags. `sampling_given`: where to sample stays as it is."""
+    if settings.pa_num_blocks is not None:
+        raise SmolLM3Error(f"pa_num_blocks is {settings.pa_num_blocks}: leave it out, vllm-neuron takes enough for full lines")
     return replace(
         settings,
         ctx_batch_size=1,
@@ -42,7 +44,7 @@ def override(settings: Settings) -> dict[str, Any]:
     """`override_neuron_config` of a server that needs these settings: where they differ from its defaults."""
     defaults = Settings(settings.tp_degree, settings.batch_size, settings.seq_len, max_context_length=settings.seq_len)
     defaults = asdict(settings_of_server(defaults))
-    return {name: value for name, value in asdict(settings).items() if name not in FLAGS and value != defaults[name]}
+    return {name: value for name, value in asdict(settings).items() if name not in FLAGS.keys() | BLOCKS and value != defaults[name]}
 
 
 def serve_command(artifact: Artifact) -> str:
@@ -51,7 +53,11 @@ def serve_command(artifact: Artifact) -> str:
     words = ["vllm", "serve", artifact.manifest["model"]["folder"]]
     for name, flag in FLAGS.items():
         words += [flag, str(getattr(settings, name))]
-    words += ["--max-num-batched-tokens", str(settings.seq_len), "--no-enable-chunked-prefill", "--no-enable-prefix-caching"]
+    words += ["--max-num-batched-tokens", str(settings.seq_len), "--no-enable-chunked-prefill"]
+    if settings.is_prefix_caching:
+        words += ["--enable-prefix-caching", "--block-size", str(settings.pa_block_size)]
+    else:
+        words.append("--no-enable-prefix-caching")
     if override(settings):
         words += ["--additional-config", json.dumps({"override_neuron_config": override(settings)})]
     if (folder / VLLM_TEMPLATE).is_file():
@@ -59,19 +65,6 @@ def serve_command(artifact: Artifact) -> str:
         words += ["--tool-parser-plugin", str(Path(__file__).with_name("vllm_tool_parser.py"))]
         words += ["--enable-auto-tool-choice", "--tool-call-parser", "smollm3"]
     return f"{FOLDER}={shlex.quote(str(folder))} {shlex.join(words)}"
-
-
-def check_keywords(given: Mapping[str, Any], neuron_config: Any) -> None:
-    """SmolLM3Error for a keyword that NeuronConfig does not know and would drop with a warning."""
-    known = vars(neuron_config)
-    for name in given:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f", only {near[0]!r}" if near else ""
-            raise SmolLM3Error(
-                f"NeuronConfig has no {name!r} in the installed NxD Inference{hint}: correct it, or leave it out (with vLLM it "
-                "comes from override_neuron_config)"
-            )
 
 
 def check_folder(config: Any) -> None:
@@ -93,7 +86,8 @@ def check_folder(config: Any) -> None:
     wanted = json.loads(config.to_json_string())
     for field in fields(Settings):
         made, asked = neuron_there.get(field.name), wanted["neuron_config"].get(field.name)
-        if made != asked:
+        is_read = field.name not in BLOCKS or config.neuron_config.is_prefix_caching or neuron_there.get("is_prefix_caching")
+        if made != asked and is_read:
             flag = FLAGS.get(field.name, "override_neuron_config")
             raise SmolLM3Error(
                 f"{FOLDER}={folder} was made with {field.name} {made!r}, the server asks for {asked!r}: change {flag}, or "

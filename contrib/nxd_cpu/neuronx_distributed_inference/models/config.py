@@ -36,7 +36,7 @@ _UNSUPPORTED_DEFAULTS: Dict[str, Any] = dict(
     kv_cache_quant=False, speculation_length=0, enable_fused_speculation=False, enable_eagle_speculation=False,
     eagle_rolling_buffer_kernel_enabled=False, is_eagle3=False, is_eagle_draft=False,
     enable_eagle_draft_input_norm=False, token_tree_config=None, is_medusa=False, medusa_speculation_length=0,
-    num_medusa_heads=0, medusa_tree=None, is_block_kv_layout=False, is_prefix_caching=False,
+    num_medusa_heads=0, medusa_tree=None, is_prefix_caching=False, is_block_kv_layout=False,
     windowed_context_encoding_size=None, chunked_prefill_config=None, kv_quant_config=None,
     tensor_replacement_config=None, tensor_capture_config=None, lora_config=None, cp_degree=1, mlp_cp_degree=1,
     attention_dp_degree=1, pp_degree=1, ep_degree=1, pre_rope_rmsnorm=False, flash_decoding_enabled=False,

@@ -30,7 +30,6 @@ from src.reference import (  # noqa: E402
     PUBLISHED_PROMPTS,
     load_reference,
     reference_generate,
-    teacher_forced_logits,
     token_match,
 )
 from transformers import AutoTokenizer  # noqa: E402
@@ -124,10 +123,10 @@ def test_open_ended_prompts_are_reported(model, reference, tokenizer, eos, recor
 
 def test_logits_under_teacher_forcing(model, reference, tokenizer, eos):
     prompt = tokenizer(["The square root of 144 is"])["input_ids"][0]
-    tokens = prompt + reference_generate(reference, prompt, 24, eos).tokens
-    logits = teacher_forced_logits(model, tokens, len(prompt))
+    tokens = reference_generate(reference, prompt, 24, eos).tokens
+    logits = torch.stack(generate(model, [prompt], len(tokens), forced=[tokens], keep_logits=True)[0].logits)
     with torch.no_grad():
-        expected = reference(torch.tensor([tokens])).logits[0, len(prompt) - 1 :].float()
+        expected = reference(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :].float()
     error = (logits - expected).abs().max() / expected.abs().max()
     assert logits.shape == expected.shape and error < TOLERANCE, f"largest logit error {error:.2e}"
 

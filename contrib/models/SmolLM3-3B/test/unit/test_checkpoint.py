@@ -62,7 +62,7 @@ def test_faults_of_files_are_named(tmp_path):
     with pytest.raises(SmolLM3Error, match="neither model.safetensors.index.json nor model.safetensors"):
         checkpoint.check_checkpoint(tmp_path, cfg)
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
-    with pytest.raises(SmolLM3Error, match="found pytorch_model.bin; only safetensors"):
+    with pytest.raises(SmolLM3Error, match="pytorch_model.bin is a PyTorch pickle, only safetensors"):
         checkpoint.check_checkpoint(tmp_path, cfg)
     save(tmp_path, tensors(cfg), shards=2)
     second = tmp_path / "model-00002-of-00002.safetensors"
@@ -97,6 +97,22 @@ def test_faults_of_names_and_shapes_are_named(tmp_path):
     save(tmp_path, tensors(cfg))
     with pytest.raises(SmolLM3Error, match="lm_head.weight is missing, but tie_word_embeddings is false"):
         checkpoint.check_checkpoint(tmp_path, config(tie_word_embeddings=False))
+
+
+@pytest.mark.parametrize(
+    "tensor, name",
+    [
+        (torch.zeros(32, 48, dtype=torch.int8), "layers.0.mlp.down_proj.weight"),
+        (torch.zeros(32, 48).to(torch.float8_e4m3fn), "layers.0.mlp.down_proj.weight"),
+        (torch.zeros(1), "layers.0.mlp.down_proj.weight_scale"),
+        (torch.zeros(4, 48, dtype=torch.int32), "layers.0.mlp.down_proj.qweight"),
+    ],
+)
+def test_quantized_tensors_are_recognised(tmp_path, tensor, name):
+    cfg = config()
+    save(tmp_path, {**tensors(cfg), name: tensor})
+    with pytest.raises(SmolLM3Error, match=f"{name} is .*, as in a quantized checkpoint, which is not read; use the bfloat16"):
+        checkpoint.check_checkpoint(tmp_path, cfg)
 
 
 def test_leftovers_of_old_versions_are_dropped(tmp_path):

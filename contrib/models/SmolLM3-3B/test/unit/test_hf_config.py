@@ -137,7 +137,12 @@ def test_layer_types_are_transformers(changes):
         ({"rope_parameters": {"rope_theta": 1e4}}, ["rope_theta is 5000000.0", "rope_parameters.rope_theta is 10000.0"]),
         ({"dtype": "float32"}, ["torch_dtype is 'bfloat16'", "dtype is 'float32'"]),
         ({"torch_dtype": "int8"}, ["dtype is 'int8'", "bfloat16"]),
-        ({"quantization_config": {"quant_method": "awq"}}, ["quantization_config", "'awq'"]),
+        *(
+            ({"quantization_config": {"quant_method": method}}, ["quantization_config", repr(method), "use the bfloat16"])
+            for method in ("awq", "gptq", "bitsandbytes", "fp8", "compressed-tensors")
+        ),
+        ({"quantization_config": {"load_in_4bit": True}}, ["quantization_config", "'bitsandbytes'"]),
+        ({"compression_config": {"format": "pack-quantized"}}, ["compression_config"]),
     ],
 )
 def test_what_would_run_wrong_is_named(tmp_path, changes, named):
@@ -163,3 +168,31 @@ def test_no_file(tmp_path):
 
 def test_head_dim_that_is_not_hidden_over_heads():
     assert resolve(without(head_dim=72, num_attention_heads=12))["head_dim"] == 72
+
+
+@pytest.mark.parametrize(
+    "file, named",
+    [
+        ("SmolLM3-Q4_K_M.gguf", "SmolLM3-Q4_K_M.gguf is GGUF"),
+        ("flax_model.msgpack", "flax_model.msgpack is Flax"),
+        ("tf_model.h5", "tf_model.h5 is TensorFlow"),
+        ("pytorch_model.bin", "pytorch_model.bin is a PyTorch pickle"),
+        ("quantize_config.json", "quantize_config.json says that it is quantized with 'gptq'"),
+        ("quant_config.json", "quant_config.json says that it is quantized with 'awq'"),
+    ],
+)
+def test_other_formats_are_named(tmp_path, file, named):
+    (tmp_path / file).write_bytes(b"{}")
+    for with_config in (False, True):
+        if with_config:
+            write(tmp_path, RAW)
+        with pytest.raises(SmolLM3Error, match=named) as error:
+            read_config(tmp_path)
+        assert "use the bfloat16 safetensors checkpoint" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_another_format_beside_safetensors_does_no_harm(tmp_path):
+    write(tmp_path, RAW)
+    for file in ("model.safetensors", "model.gguf"):
+        (tmp_path / file).write_bytes(b"")
+    assert read_config(tmp_path) == resolve(RAW)

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from smollm3_neuron.rope import ScaledRotaryEmbedding
+from smollm3_neuron.runtime import ensure_neuronx
 from transformers import SmolLM3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.smollm3.modeling_smollm3 import SmolLM3RotaryEmbedding
@@ -44,16 +45,37 @@ def test_the_attention_factor_of_the_model_card():
     )
 
 
+def errors(ours, theirs, inv_freq, factor) -> list[float]:
+    """How far cos and sin of each module are from float64 at most, at positions up to 131,071."""
+    positions = torch.cat([torch.arange(0, 131072, 97), torch.tensor([65535, 65536, 70000, 131071])])[None]
+    angles = torch.cat([positions[0, :, None].double() * inv_freq.double()] * 2, dim=-1)
+    exact = angles.cos() * factor, angles.sin() * factor
+    pairs = [module(torch.zeros(1), positions) for module in (ours, theirs)]
+    return [max(float((a[0].double() - b).abs().max()) for a, b in zip(pair, exact)) for pair in pairs]
+
+
+def report(found, capsys) -> None:
+    with capsys.disabled():
+        print(f"\n  largest error of cos and sin up to 131,071: {found[0]:.2e}, transformers {found[1]:.2e}", end="")
+
+
 @pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
 def test_cos_and_sin_up_to_131071_are_no_further_from_float64_than_transformers(scaling, capsys):
     ours, theirs = configs(scaling)
-    positions = torch.cat([torch.arange(0, 131072, 97), torch.tensor([65535, 65536, 70000, 131071])])[None]
-    x = torch.zeros(1, dtype=torch.float32)
-    found, expected = ScaledRotaryEmbedding(ours)(x, positions), SmolLM3RotaryEmbedding(theirs)(x, positions)
-    inv_freq, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](theirs, torch.device("cpu"))
-    angles = torch.cat([positions[0, :, None].double() * inv_freq.double()] * 2, dim=-1)
-    exact = angles.cos() * factor, angles.sin() * factor
-    errors = [max(float((a[0].double() - b).abs().max()) for a, b in zip(pair, exact)) for pair in (found, expected)]
-    with capsys.disabled():
-        print(f"\n  largest error of cos and sin up to 131,071: {errors[0]:.2e}, transformers {errors[1]:.2e}", end="")
-    assert errors[0] <= errors[1]
+    parameters = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](theirs, torch.device("cpu"))
+    found = errors(ScaledRotaryEmbedding(ours), SmolLM3RotaryEmbedding(theirs), *parameters)
+    report(found, capsys)
+    assert found[0] <= found[1]
+
+
+def test_without_scaling_they_are_neither(capsys):
+    """The library's own module; here the frequencies are float64, too."""
+    ensure_neuronx()
+    from smollm3_neuron.modeling_smollm3_3b import get_rotary_embedding
+
+    values = dict(rope_theta=5e6, rope_scaling=None, max_position_embeddings=65536, head_dim=128)
+    inv_freq = 5e6 ** -(torch.arange(0, 128, 2, dtype=torch.float64) / 128)
+    ours, theirs = get_rotary_embedding(SimpleNamespace(**values)), SmolLM3RotaryEmbedding(SmolLM3Config(**values))
+    found = errors(ours, theirs, inv_freq, 1.0)
+    report(found, capsys)
+    assert found[0] <= found[1]

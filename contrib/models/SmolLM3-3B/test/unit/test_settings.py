@@ -19,6 +19,11 @@ def checked(**settings):
         ({"batch_size": 4, "is_continuous_batching": True}, {"ctx_batch_size": 1}),
         ({"batch_size": 4, "is_continuous_batching": True, "ctx_batch_size": 2}, {"ctx_batch_size": 2}),
         ({"enable_bucketing": True, "context_encoding_buckets": [64, 256]}, {"token_generation_buckets": None}),
+        ({"is_prefix_caching": True}, {"pa_block_size": 32, "pa_num_blocks": 8}),
+        (
+            {"batch_size": 4, "is_continuous_batching": True, "is_prefix_caching": True, "pa_block_size": 16},
+            {"pa_num_blocks": 64},
+        ),
     ],
 )
 def test_what_is_filled_in(settings, expected):
@@ -38,6 +43,13 @@ def test_what_is_filled_in(settings, expected):
         ({"enable_bucketing": True, "context_encoding_buckets": [1, 256]}, ["[1, 256]", "at least 2"]),
         ({"on_device_sampling_config": {"do_smaple": True}}, ["do_smaple True", "do_sample"]),
         ({"on_device_sampling_config": {"global_topk": "all"}}, ["global_topk 'all'", "numbers"]),
+        ({"pa_block_size": 32}, ["pa_block_size is 32", "is_prefix_caching is off"]),
+        ({"pa_num_blocks": 32}, ["pa_num_blocks is 32", "is_prefix_caching is off"]),
+        ({"is_prefix_caching": True, "pa_block_size": 0}, ["pa_block_size is 0", "power of two"]),
+        ({"is_prefix_caching": True, "batch_size": 2}, ["is_prefix_caching", "ctx_batch_size of 2", "is_continuous_batching"]),
+        ({"sequence_parallel_enabled": True, "tp_degree": 3}, ["a context of 256", "tp_degree 3"]),
+        ({"windowed_context_encoding_size": 48}, ["windowed_context_encoding_size", "a context of 256"]),
+        ({"async_mode": True}, ["async_mode", "on_device_sampling_config"]),
         ({"enable_bucketing": True, "context_encoding_buckets": []}, ["context_encoding_buckets is []"]),
     ],
 )
@@ -46,3 +58,42 @@ def test_what_cannot_run_together(settings, named):
         checked(**settings)
     message = str(error.value)
     assert "\n" not in message and [part for part in named if part not in message] == []
+
+
+QUANTIZED = {"quantized": True, "quantization_type": "per_channel_symmetric"}
+
+
+@pytest.mark.parametrize(
+    "settings, config, named",
+    [
+        ({"modules_to_not_convert": ["lm_head"]}, {}, ["modules_to_not_convert is ['lm_head']", "quantized is off"]),
+        ({"quantized": True, "quantization_type": "blockwise_symmetric"}, {}, ["'blockwise_symmetric'", "'per_channel_symmetric'"]),
+        ({"quantized": True, "quantization_dtype": "int4"}, {}, ["quantization_dtype is 'int4'", "'f8e4m3'"]),
+        ({"quantized": True, "fused_qkv": True}, {}, ["fused_qkv", "'per_channel_symmetric'"]),
+        ({"quantized": True, "modules_to_not_convert": ["lm_head"]}, {}, ["['lm_head']", "'per_channel_symmetric'"]),
+        ({"quantized": True, "tp_degree": 24}, {}, ["intermediate_size is 11008", "tp_degree 24", "'per_channel_symmetric'"]),
+        ({**QUANTIZED, "tp_degree": 7}, {}, ["vocab_size is 128256", "tp_degree 7", "modules_to_not_convert lm_head"]),
+        ({**QUANTIZED, "modules_to_not_convert": ["layers.0.self_attn.q_proj"]}, {}, ["only one of", "qkv_proj.q_proj"]),
+        ({**QUANTIZED, "fused_qkv": True, "modules_to_not_convert": ["q_proj"]}, {}, ["only one of", "qkv_proj.Wqkv"]),
+        ({**QUANTIZED, "modules_to_not_convert": ["mlp", "lmhead"]}, {}, ["'lmhead'", "lm_head"]),
+        ({"quantized": True}, {"attention_bias": True}, ["attention_bias is true", "loses biases"]),
+        ({"quantized": True}, {"mlp_bias": True}, ["mlp_bias is true", "loses biases"]),
+    ],
+)
+def test_what_cannot_be_quantized(settings, config, named):
+    with pytest.raises(SmolLM3Error) as error:
+        Settings(**{"seq_len": 256, **settings}).checked(resolve({**SMOLLM3_3B, **config}))
+    message = str(error.value)
+    assert "\n" not in message and [part for part in named if part not in message] == []
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"quantized": True},
+        {**QUANTIZED, "quantization_dtype": "f8e4m3", "fused_qkv": True, "tp_degree": 24},
+        {**QUANTIZED, "tp_degree": 7, "modules_to_not_convert": ["lm_head", "self_attn"]},
+    ],
+)
+def test_what_can_be_quantized(settings):
+    assert checked(**settings).quantized

@@ -2,7 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 from smollm3_neuron.errors import SmolLM3Error
-from smollm3_neuron.switches import REFUSED, check_sequence_parallel, check_switches
+from smollm3_neuron.switches import REFUSED, check_encoding, check_switches
 
 MIXED, ROTARY = [1, 0], [1, 1]
 
@@ -43,25 +43,73 @@ def test_left_padding():
         check(padding_side="left")
 
 
-def sequence_parallel(tp_degree, context, bucketing=False, buckets=None):
-    check_sequence_parallel(
-        SimpleNamespace(
-            sequence_parallel_enabled=True,
-            tp_degree=tp_degree,
-            max_context_length=context,
-            enable_bucketing=bucketing,
-            context_encoding_buckets=buckets,
-        )
-    )
+def encoding(**settings):
+    """check_encoding of a NeuronConfig's attributes; here everything is off."""
+    off = dict(
+        tp_degree=2, batch_size=1, ctx_batch_size=1, seq_len=256, max_context_length=256, enable_bucketing=False,
+        context_encoding_buckets=None, sequence_parallel_enabled=False, windowed_context_encoding_size=None, async_mode=False,
+        on_device_sampling_config=None, is_prefix_caching=False, is_block_kv_layout=False, pa_block_size=32, pa_num_blocks=8,
+        prefix_buckets=None,
+    )  # fmt: skip
+    check_encoding(SimpleNamespace(**{**off, **settings}))
 
 
-def test_sequence_parallel_needs_contexts_that_the_ranks_divide():
-    sequence_parallel(2, 128)
-    sequence_parallel(3, 126)
-    sequence_parallel(3, 126, True, [63, 126])
-    with pytest.raises(SmolLM3Error, match="a context of 128 does not divide by tp_degree 3"):
-        sequence_parallel(3, 128)
-    with pytest.raises(SmolLM3Error, match="a context of 128 does not divide by tp_degree 3"):
-        sequence_parallel(3, 1200, True)
-    with pytest.raises(SmolLM3Error, match="a context of 64 does not divide by tp_degree 3"):
-        sequence_parallel(3, 126, True, [64, 126])
+SEQUENCE_PARALLEL = dict(sequence_parallel_enabled=True, tp_degree=3)
+WINDOWED = dict(windowed_context_encoding_size=64)
+PREFIX_CACHING = dict(is_prefix_caching=True, is_block_kv_layout=True)
+BUCKETING = dict(enable_bucketing=True)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        dict(sequence_parallel_enabled=True),
+        dict(SEQUENCE_PARALLEL, max_context_length=126),
+        dict(SEQUENCE_PARALLEL, max_context_length=126, **BUCKETING, context_encoding_buckets=[63, 126]),
+        WINDOWED,
+        dict(WINDOWED, **BUCKETING),
+        dict(WINDOWED, **BUCKETING, context_encoding_buckets=[64, 192, 256]),
+        dict(async_mode=True, on_device_sampling_config={"top_k": 1}),
+        PREFIX_CACHING,
+        dict(PREFIX_CACHING, batch_size=4, pa_num_blocks=20, **BUCKETING),
+        dict(PREFIX_CACHING, **BUCKETING, context_encoding_buckets=[128, 256], prefix_buckets=[128, 256]),
+    ],
+)
+def test_ways_to_encode_a_context(settings):
+    encoding(**settings)
+
+
+@pytest.mark.parametrize(
+    "settings, named",
+    [
+        (dict(SEQUENCE_PARALLEL, max_context_length=128), "sequence_parallel_enabled: a context of 128 .* tp_degree 3"),
+        (dict(SEQUENCE_PARALLEL, max_context_length=1200, **BUCKETING), "a context of 128 does not divide by tp_degree 3"),
+        (
+            dict(SEQUENCE_PARALLEL, max_context_length=126, **BUCKETING, context_encoding_buckets=[64, 126]),
+            "a context of 64 does not divide by tp_degree 3",
+        ),
+        (dict(windowed_context_encoding_size=96), "windowed_context_encoding_size: a context of 256 .* 96"),
+        (dict(windowed_context_encoding_size=256, **BUCKETING), "a context of 128 does not divide by it, which is 256"),
+        (dict(WINDOWED, **BUCKETING, context_encoding_buckets=[96, 256]), "a context of 96"),
+        (dict(WINDOWED, batch_size=4), "windowed_context_encoding_size is 64 with a ctx_batch_size of 1 and a batch_size of 4"),
+        (dict(WINDOWED, sequence_parallel_enabled=True), "windowed_context_encoding_size is 64 with sequence_parallel_enabled"),
+        (dict(windowed_context_encoding_size=1), "windowed_context_encoding_size is 1, .* at least 2"),
+        (dict(async_mode=True), "async_mode is on without on_device_sampling_config"),
+        (dict(is_block_kv_layout=True), "is_block_kv_layout is on and is_prefix_caching off"),
+        (dict(PREFIX_CACHING, batch_size=2, ctx_batch_size=2), "is_prefix_caching with a ctx_batch_size of 2.* is_continuous_"),
+        (dict(PREFIX_CACHING, **WINDOWED), "windowed_context_encoding_size and is_prefix_caching are both set"),
+        (dict(PREFIX_CACHING, **BUCKETING, context_encoding_buckets=[128, 256]), "context_encoding_buckets .* prefix_buckets"),
+        (
+            dict(PREFIX_CACHING, **BUCKETING, context_encoding_buckets=[256], prefix_buckets=[64, 256]),
+            r"prefix_buckets is \[64, 256\], .* multiples of pa_block_size, 32, of at least 128",
+        ),
+        (dict(PREFIX_CACHING, pa_block_size=48), "pa_block_size is 48, allowed is a power of two"),
+        (dict(PREFIX_CACHING, seq_len=250), "seq_len is 250, .* multiples of pa_block_size, 32"),
+        (dict(PREFIX_CACHING, max_context_length=64), "max_context_length is 64, .* at least 128"),
+        (dict(PREFIX_CACHING, pa_num_blocks=7), "pa_num_blocks is 7: of pa_block_size 32 at least 8 .* seq_len of 256"),
+    ],
+)
+def test_what_cannot_encode_a_context(settings, named):
+    with pytest.raises(SmolLM3Error, match=f"^[^\n]*{named}[^\n]*$"):
+        encoding(**settings)

@@ -1,0 +1,63 @@
+#!/usr/bin/env bash
+# Accepts this package on a machine: environment report, compile, validate, benchmark, vLLM smoke test, one folder of results.
+#
+#   scripts/accept.sh [--device auto|neuron|cpu] [--model MODEL] [--tp N] [--seq-len N] [--dtype DTYPE] [--output FOLDER]
+#
+# A step that is done is not done again: after a failure, put right what it says and run the same command. Exit code 0: every step
+# passed; 1: one failed, its log is named; 2: a mistake in the call. PYTHON names the interpreter (default: python).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+device=auto model=HuggingFaceTB/SmolLM3-3B tp=2 seq_len=2048 dtype=bfloat16 output=
+while [ $# -gt 0 ]; do
+    case $1 in
+        --device | --model | --tp | --seq-len | --dtype | --output)
+            [ $# -ge 2 ] || { echo "error: $1 needs a value" >&2; exit 2; }
+            name=${1#--} name=${name//-/_}
+            printf -v "$name" %s "$2"
+            shift 2 ;;
+        -h | --help) sed -n '2,7s/^# \{0,1\}//p' "$0"; exit ;;
+        *) echo "error: $1 is unknown, allowed are --device --model --tp --seq-len --dtype --output" >&2; exit 2 ;;
+    esac
+done
+output=${output:-acceptance/$(basename "$model")-tp$tp}
+python=${PYTHON:-python}
+asked="--device $device --model $model --tp $tp --seq-len $seq_len --dtype $dtype"
+
+mkdir -p "$output"
+if [ -e "$output/asked" ] && [ "$(cat "$output/asked")" != "$asked" ]; then
+    echo "error: $output has the results of $(cat "$output/asked"): choose another --output" >&2
+    exit 2
+fi
+echo "$asked" > "$output/asked"
+
+# step NAME COMMAND...: runs it once, its output in NAME.log
+step() {
+    local name=$1 code=0
+    shift
+    if [ -e "$output/$name.done" ]; then
+        echo "$name: done before"
+        return
+    fi
+    echo "$name: $*"
+    "$@" > "$output/$name.log" 2>&1 || code=$?
+    if [ "$code" -ne 0 ]; then
+        tail -n 5 "$output/$name.log" >&2
+        echo "$name: failed with exit code $code, see $output/$name.log; run the same command again to go on from here" >&2
+        exit 1
+    fi
+    touch "$output/$name.done"
+    tail -n 1 "$output/$name.log"
+}
+
+room=$((seq_len < 192 ? seq_len / 3 : 64))
+step environment "$python" scripts/acceptance.py environment --device "$device" --json "$output/environment.json"
+step compile "$python" scripts/compile.py --model "$model" --tp "$tp" --seq-len "$seq_len" --dtype "$dtype" \
+    --device "$device" --output "$output/artifact"
+step validate "$python" scripts/validate.py "$output/artifact" --device "$device" --json "$output/validate.json" \
+    --html "$output/validate.html"
+step benchmark "$python" scripts/benchmark.py "$output/artifact" --device "$device" --prompt-lengths "$room" \
+    --new-tokens "$room" --json "$output/benchmark.json" --plot "$output/benchmark.html"
+step vllm "$python" scripts/acceptance.py vllm "$output/artifact" --device "$device" --json "$output/vllm.json"
+step line "$python" scripts/acceptance.py line "$output"
+echo "results: $output; the line for compatibility.md is the one above"

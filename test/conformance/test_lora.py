@@ -1,0 +1,114 @@
+"""LoRA adapters served unmerged by the real library: two at once, each row its own, against PEFT's merge on transformers."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from peft import PeftModel
+from smollm3_neuron.adapter import check_serving
+from smollm3_neuron.errors import SmolLM3Error
+from smollm3_neuron.hf_config import read_config
+from smollm3_neuron.sharding import ShardingPlan
+from transformers import SmolLM3ForCausalLM
+
+from harness import run_real
+from reference import make_adapter
+
+LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+PROMPTS = [[7, 45, 101, 9, 200], [250, 3, 77]]
+NEW_TOKENS = 16
+PLACES = [(1, [0, 1]), (1, [1, 0]), (2, [0, 1]), (8, [1, 0])]  # tp_degree, the adapter of each row
+
+
+@pytest.fixture(scope="module")
+def adapters(random_checkpoints, tmp_path_factory):
+    folder, checkpoint = tmp_path_factory.mktemp("adapters"), random_checkpoints["plain"]
+    return [
+        make_adapter(checkpoint, folder / "all", target_modules=LINEARS),
+        make_adapter(
+            checkpoint, folder / "two", target_modules=["q_proj", "down_proj"], layers_to_transform=[0, 3], r=3, use_rslora=True,
+        ),
+    ]
+
+
+def test_each_row_has_its_own_adapter(adapters, nxd_releases, random_checkpoints, tmp_path):
+    if not nxd_releases:
+        pytest.skip("needs --nxd-source NXD_SRC:NXDI_SRC")
+    checkpoint = random_checkpoints["plain"]
+    expected = [[merged_tokens(checkpoint, adapter, prompt) for prompt in PROMPTS] for adapter in adapters]
+    assert len({tuple(tokens) for of_adapter in expected for tokens in of_adapter}) == 4
+    paths = {str(i): str(adapter) for i, adapter in enumerate(adapters)}
+    jobs = [
+        {
+            "name": f"tp{tp}-{''.join(map(str, rows))}", "kind": "generate", "checkpoint": checkpoint, "prompts": PROMPTS,
+            "new_tokens": NEW_TOKENS, "adapter_ids": rows,
+            "neuron": {
+                "tp_degree": tp, "batch_size": 2, "seq_len": 64,
+                "lora_config": {"max_loras": 2, "max_lora_rank": 4, "batch_size": 2, "lora_ckpt_paths": paths},
+            },
+        }
+        for tp, rows in PLACES
+    ]  # fmt: skip
+    for release in nxd_releases:
+        results = run_real(release, jobs, tmp_path / release.version)
+        for job in jobs:
+            result = results[job["name"]]
+            assert "error" not in result, result["error"]
+            wanted = [expected[adapter][row] for row, adapter in enumerate(job["adapter_ids"])]
+            assert result["tokens"] == wanted, (release.version, job["name"])
+
+
+def merged_tokens(checkpoint, adapter, prompt):
+    base = SmolLM3ForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, adapter).merge_and_unload().eval()
+    output = model.generate(
+        torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), do_sample=False,
+        max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS,
+    )  # fmt: skip
+    return output[0, len(prompt) :].tolist()
+
+
+def config(checkpoint, folder, targets, tp_degree=2, fused_qkv=False, quantized=False, **lora):
+    paths = dict(lora_ckpt_paths={"a": str(folder)}, lora_ckpt_paths_cpu={})
+    values = dict(target_modules=targets, batch_size=1, max_lora_rank=4, **paths)
+    neuron_config = SimpleNamespace(
+        tp_degree=tp_degree, batch_size=1, fused_qkv=fused_qkv, quantized=quantized,
+        lora_config=SimpleNamespace(**{**values, **lora}),
+    )
+    resolved = read_config(checkpoint)
+    plan = ShardingPlan(tp_degree, resolved["num_attention_heads"], resolved["num_key_value_heads"])
+    return SimpleNamespace(**resolved, neuron_config=neuron_config, sharding_plan=lambda: plan)
+
+
+MERGE = "--merge-adapter"
+
+
+@pytest.mark.parametrize(
+    "adapter, changes, named",
+    [
+        ({"target_modules": ["q_proj"]}, {"fused_qkv": True}, ["adapter for q_proj", "fused_qkv", MERGE]),
+        ({"target_modules": ["v_proj", "o_proj"]}, {"tp_degree": 16}, ["adapter for v_proj", "tp_degree 16", MERGE]),
+        ({"target_modules": ["up_proj"]}, {"tp_degree": 3}, ["tp_degree 3 does not divide hidden_size, 128"]),
+        ({"target_modules": ["embed_tokens"]}, {}, ["adapter for embed_tokens", MERGE]),
+        ({"target_modules": ["lm_head"]}, {}, ["adapter for lm_head", MERGE]),
+        ({"target_modules": ["up_proj"]}, {"batch_size": 2}, ["lora_config.batch_size is 2", "batch_size 1"]),
+        ({"target_modules": ["up_proj"], "alpha_pattern": {"up_proj": 3}}, {}, ["alpha_pattern is {'up_proj': 3}", MERGE]),
+        ({"target_modules": ["up_proj"], "use_dora": True}, {}, ["use_dora is True", MERGE]),
+        ({"target_modules": ["up_proj"], "modules_to_save": ["norm"]}, {}, ["modules_to_save is ['norm']", MERGE]),
+        ({"target_modules": r".*\.up_proj"}, {}, ["a list of target_modules", MERGE]),
+        ({"target_modules": ["up_proj"]}, {"quantized": True}, ["quantized weights", MERGE]),
+        ({"target_modules": ["up_proj"]}, {"max_lora_rank": 2}, ["has rank 4, max_lora_rank is 2"]),
+    ],
+)
+def test_what_cannot_be_served_is_named(adapter, changes, named, random_checkpoints, tmp_path):
+    checkpoint = random_checkpoints["plain"]
+    make_adapter(checkpoint, tmp_path, **adapter)
+    with pytest.raises(SmolLM3Error) as error:
+        check_serving(config(checkpoint, tmp_path, adapter["target_modules"], **changes))
+    assert "\n" not in str(error.value) and [part for part in named if part not in str(error.value)] == []
+
+
+def test_what_can_be_served(adapters, random_checkpoints):
+    for tp_degree in (1, 2, 4, 8):
+        check_serving(config(random_checkpoints["plain"], adapters[0], LINEARS, tp_degree))
+    check_serving(config(random_checkpoints["plain"], adapters[0], ["o_proj", "up_proj"], fused_qkv=True))

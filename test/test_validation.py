@@ -1,0 +1,383 @@
+"""validate.py and inspect_layers.py on copies of checkpoints: faults are called wrong and found, harmless changes are not.
+
+The models run uncompiled (scripts/eager_ranks.py), over shard files of their own; test_commands.py runs the commands.
+"""
+
+import json
+import shutil
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from reference import make_checkpoint
+from safetensors.torch import load_file, save_file
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "scripts"))
+
+SMALL = dict(vocab_size=128, hidden_size=64, intermediate_size=96, num_attention_heads=8, num_key_value_heads=4)
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16}
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16
+}  # fmt: skip
+BASES = {
+    "plain": {},  # five layers, the fourth is NoPE
+    "untied": {"tie_word_embeddings": False},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "yarn": {"rope_scaling": YARN},
+    "linear": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+    "llama3": {"rope_scaling": LLAMA3},
+    "window": {"use_sliding_window": True, "sliding_window": 16},
+}
+SEQ_LEN = 48
+
+
+def tokens(length: int, start: int) -> list[int]:
+    return [(7 + 31 * (i + start) + i * i) % 127 + 1 for i in range(length)]
+
+
+PROMPTS = [tokens(5, 0), tokens(11, 1), tokens(33, 2)]
+
+
+@pytest.fixture(scope="session")
+def bases(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bases")
+    return {name: Path(make_checkpoint(folder / name, **SMALL, **changes)) for name, changes in BASES.items()}
+
+
+@pytest.fixture(scope="session")
+def judge(bases):
+    """judge(app, base name, dtype) -> Report; one reference per base."""
+    from smollm3_neuron.validation import Case, Reference, validate
+
+    text = tokens(20, 5)
+    cases = [*(Case("prompt", str(p), p) for p in PROMPTS), Case("text", "text", text[:1], text[1:])]
+    reference = cache(lambda base, dtype: Reference(bases[base], dtype))
+    return lambda app, base, dtype=torch.float32: validate(app, reference(base, dtype), cases, 6)
+
+
+def load(folder: Path, out: Path, dtype: str = "float32", **settings):
+    """The application with ranks that run uncompiled, over shards written to `out`."""
+    from smollm3_neuron.runtime import ensure_neuronx
+
+    if ensure_neuronx() != "cpu":
+        pytest.skip("the Neuron SDK is installed here: nxd_cpu is not used")
+    from eager_ranks import EagerRanks
+    from smollm3_neuron.artifact import Settings, build_config
+    from smollm3_neuron.modeling_smollm3_3b import NeuronSmolLM3ForCausalLM
+    from smollm3_neuron.shard_writer import write_shards
+
+    config = build_config(folder, Settings(**{"tp_degree": 1, "seq_len": SEQ_LEN, "torch_dtype": dtype, **settings}))
+    write_shards(folder, config, out)
+    app = NeuronSmolLM3ForCausalLM(str(folder), config)
+    return app, EagerRanks(app, out)
+
+
+def copy(folder: Path, out: Path, change_config=None, change_weights=None) -> Path:
+    config, weights = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    for change, what in ((change_config, config), (change_weights, weights)):
+        if change:
+            change(what)
+    out.mkdir()
+    (out / "config.json").write_text(json.dumps(config))
+    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, out / "model.safetensors")
+    return out
+
+
+# ---- faults: name -> (base, change of the config, change of the weights, the first value that differs) ----
+
+
+def config(**values):
+    return lambda config: config.update(values)
+
+
+def flip(layer):
+    return lambda config: config["no_rope_layers"].__setitem__(layer, 1 - config["no_rope_layers"][layer])
+
+
+def weight(layer, name):
+    return f"model.layers.{layer}.{name}.weight"
+
+
+ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+LAYER = (*ATTENTION, "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "input_layernorm", "post_attention_layernorm")
+
+
+def swap(*pairs):
+    def change(weights):
+        for one, other in pairs:
+            weights[one], weights[other] = weights[other].clone(), weights[one].clone()
+
+    return change
+
+
+def replace(name, by):
+    return lambda weights: weights.__setitem__(name, by(weights[name]))
+
+
+def both(*changes):
+    return lambda weights: [change(weights) for change in changes]
+
+
+def roll_heads(tensor, heads=8):
+    return tensor.unflatten(0, (heads, -1)).roll(1, 0).flatten(0, 1)
+
+
+def interleaved(tensor, heads=8):
+    """The other layout of rotary pairs: neighbours in the place of halves."""
+    return tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+
+
+def drop_biases(weights):
+    for name in [name for name in weights if "self_attn" in name and name.endswith("bias")]:
+        weights[name] = torch.zeros_like(weights[name])
+
+
+def one_element(tensor):
+    tensor = tensor.clone()
+    tensor[3, 5] += 0.5
+    return tensor
+
+
+def rows_swapped(tensor):
+    tensor = tensor.clone()
+    tensor[[PROMPTS[0][1], PROMPTS[0][2]]] = tensor[[PROMPTS[0][2], PROMPTS[0][1]]]
+    return tensor
+
+
+def own_head(weights):
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].roll(1, 0)
+
+
+QUERIES, KEYS = "attention_queries", "attention_keys"
+NORM = "attention_norm_output"
+FAULTS = {
+    "inverted schedule": ("plain", config(no_rope_layers=[0, 0, 0, 1, 0]), None, (0, QUERIES)),
+    **{f"flag of layer {i}": ("plain", flip(i), None, (i, QUERIES)) for i in range(5)},
+    "every layer RoPE": ("plain", config(no_rope_layers=[1] * 5), None, (3, QUERIES)),
+    "every layer NoPE": ("plain", config(no_rope_layers=[0] * 5), None, (0, QUERIES)),
+    "schedule shifted": ("plain", config(no_rope_layers=[1, 1, 0, 1, 1]), None, (2, QUERIES)),
+    "theta 1% off": ("plain", config(rope_theta=10100.0), None, (0, QUERIES)),
+    "theta of another model": ("plain", config(rope_theta=5e6), None, (0, QUERIES)),
+    "eps 1,000 times": ("plain", config(rms_norm_eps=1e-3), None, (0, NORM)),
+    "another activation": ("plain", config(hidden_act="gelu"), None, (0, "mlp_activation")),
+    "yarn dropped": ("yarn", config(rope_scaling=None), None, (0, QUERIES)),
+    "yarn, attention factor 1": ("yarn", config(rope_scaling={**YARN, "attention_factor": 1.0}), None, (0, QUERIES)),
+    "yarn, another factor": ("yarn", config(rope_scaling={**YARN, "factor": 4.0}), None, (0, QUERIES)),
+    "yarn, another length": (
+        "yarn", config(rope_scaling={**YARN, "original_max_position_embeddings": 256}), None, (0, QUERIES)
+    ),
+    "linear scaling dropped": ("linear", config(rope_scaling=None), None, (0, QUERIES)),
+    "llama3 scaling, another factor": ("llama3", config(rope_scaling={**LLAMA3, "factor": 8.0}), None, (0, QUERIES)),
+    "window one shorter": ("window", config(sliding_window=15), None, (3, "attention_head_outputs")),
+    "window one longer": ("window", config(sliding_window=17), None, (3, "attention_head_outputs")),
+    "window dropped": (
+        "window", config(use_sliding_window=False, layer_types=["full_attention"] * 5), None, (3, "attention_scores")
+    ),
+    "K and V swapped": ("plain", None, swap((weight(2, ATTENTION[1]), weight(2, ATTENTION[2]))), (2, KEYS)),
+    "query heads rolled": ("plain", None, replace(weight(1, ATTENTION[0]), roll_heads), (1, QUERIES)),
+    "key heads off by one": ("plain", None, replace(weight(1, ATTENTION[1]), lambda w: roll_heads(w, 4)), (1, KEYS)),
+    "query and key heads off by one": (
+        "plain", None,
+        both(replace(weight(4, ATTENTION[0]), roll_heads), replace(weight(4, ATTENTION[1]), lambda w: roll_heads(w, 4))),
+        (4, QUERIES),
+    ),
+    "value heads permuted": ("plain", None, replace(weight(3, ATTENTION[2]), lambda w: roll_heads(w, 4)), (3, "attention_values")),
+    "heads permuted before the output projection": (
+        "plain", None, replace(weight(0, ATTENTION[3]), lambda w: roll_heads(w.T).T), (0, "attention_output")
+    ),
+    "rotary pairs interleaved": ("plain", None, replace(weight(0, ATTENTION[0]), interleaved), (0, QUERIES)),
+    "query projection transposed": ("plain", None, replace(weight(2, ATTENTION[0]), torch.t), (2, QUERIES)),
+    "output projection transposed": ("plain", None, replace(weight(4, ATTENTION[3]), torch.t), (4, "attention_output")),
+    "gate and up swapped": ("plain", None, swap((weight(2, LAYER[4]), weight(2, LAYER[5]))), (2, "mlp_activation")),
+    "down projection 1% larger": ("plain", None, replace(weight(4, LAYER[6]), lambda w: w * 1.01), (4, "mlp_output")),
+    "one weight changed": ("plain", None, replace(weight(3, LAYER[5]), one_element), (3, "mlp_neurons")),
+    "norms of a layer swapped": ("plain", None, swap((weight(1, LAYER[7]), weight(1, LAYER[8]))), (1, NORM)),
+    "norms of two layers swapped": ("plain", None, swap((weight(2, LAYER[8]), weight(4, LAYER[8]))), (2, "mlp_norm_output")),
+    "final norm of ones": ("plain", None, replace("model.norm.weight", torch.ones_like), (None, "final_norm_output")),
+    "a layer twice": ("plain", None, lambda w: w.update({weight(2, n): w[weight(1, n)].clone() for n in LAYER}), (2, NORM)),
+    "two layers exchanged": ("plain", None, swap(*((weight(0, n), weight(3, n)) for n in LAYER)), (0, NORM)),
+    "embedding rows swapped": ("plain", None, replace("model.embed_tokens.weight", rows_swapped), (0, "layer_input")),
+    "embedding scaled": ("plain", None, replace("model.embed_tokens.weight", lambda w: w * 1.001), (0, "layer_input")),
+    "head not tied": ("plain", config(tie_word_embeddings=False), own_head, (None, "lm_head_output")),
+    "head tied that is not": (
+        "untied", config(tie_word_embeddings=True), lambda w: w.pop("lm_head.weight"), (None, "lm_head_output")
+    ),
+    "a row of the head zero": (
+        "untied", None, replace("lm_head.weight", lambda w: w * (torch.arange(128) != 9)[:, None]), (None, "lm_head_output")
+    ),
+    "attention biases dropped": ("biases", None, drop_biases, (0, QUERIES)),
+    "a bias of the MLP dropped": ("biases", None, replace("model.layers.2.mlp.down_proj.bias", torch.zeros_like), (2, "mlp_output")),
+}  # fmt: skip
+
+
+def check_wrong(app, ranks, base, bases, judge, first):
+    from smollm3_neuron.inspection import inspect
+    from smollm3_neuron.validation import WRONG
+
+    assert judge(app, base).verdict == WRONG
+    found = inspect(app, bases[base], PROMPTS[2], ranks)
+    assert found.first == first and not found.is_right
+    return found
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_wrong_and_found(name, bases, judge, tmp_path):
+    base, change_config, change_weights, first = FAULTS[name]
+    folder = copy(bases[base], tmp_path / "copy", change_config, change_weights)
+    check_wrong(*load(folder, tmp_path / "weights"), base, bases, judge, first)
+
+
+def test_there_are_enough_faults():
+    assert len(FAULTS) >= 30
+
+
+def test_an_inverted_schedule_disagrees_with_the_config(bases, judge, tmp_path):
+    folder = copy(bases["plain"], tmp_path / "copy", FAULTS["inverted schedule"][1])
+    found = check_wrong(*load(folder, tmp_path / "weights"), "plain", bases, judge, (0, QUERIES))
+    assert found.disagreeing == [0, 1, 2, 3, 4] and found.rope_of_config == [True, True, True, False, True]
+
+
+@pytest.mark.parametrize("stale", [1, "exchanged"])
+def test_a_stale_shard_is_wrong(stale, bases, judge, tmp_path):
+    load(bases["plain"], tmp_path / "weights", tp_degree=2)
+    files = [tmp_path / f"weights/tp{rank}_sharded_checkpoint.safetensors" for rank in range(2)]
+    if stale == "exchanged":
+        swapped = [file.read_bytes() for file in reversed(files)]
+        for file, content in zip(files, swapped):
+            file.write_bytes(content)
+    else:
+        other = copy(bases["plain"], tmp_path / "other", None, lambda w: w.update({n: t * 1.001 for n, t in w.items()}))
+        load(other, tmp_path / "of_other", tp_degree=2)
+        shutil.copyfile(tmp_path / f"of_other/{files[stale].name}", files[stale])
+    from eager_ranks import EagerRanks
+    from smollm3_neuron.artifact import Settings, build_config
+    from smollm3_neuron.modeling_smollm3_3b import NeuronSmolLM3ForCausalLM
+
+    built = build_config(bases["plain"], Settings(tp_degree=2, seq_len=SEQ_LEN, torch_dtype="float32"))
+    app = NeuronSmolLM3ForCausalLM(str(bases["plain"]), built)
+    check_wrong(app, EagerRanks(app, tmp_path / "weights"), "plain", bases, judge, (0, "layer_input"))
+
+
+# ---- what is harmless: name -> (base, how the checkpoint is written again, settings) ----
+
+
+def in_one_file_too(folder, out):
+    """Float32 values in float32, as they are, with the tied head written out."""
+    return copy(folder, out, None, lambda w: w.update({"lm_head.weight": w["model.embed_tokens.weight"].clone()}))
+
+
+def in_several_files(folder, out):
+    out.mkdir()
+    shutil.copyfile(folder / "config.json", out / "config.json")
+    weights, weight_map = load_file(folder / "model.safetensors"), {}
+    for part in range(3):
+        names = sorted(weights)[part::3]
+        file = f"model-0000{part + 1}-of-00003.safetensors"
+        save_file({name: weights[name] for name in names}, out / file)
+        weight_map |= dict.fromkeys(names, file)
+    (out / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return out
+
+
+def as_transformers_5(config):
+    parameters = {"rope_theta": config.pop("rope_theta"), **(config.pop("rope_scaling") or {"rope_type": "default"})}
+    config.update(rope_parameters=parameters, dtype=config.pop("torch_dtype", config.get("dtype")))
+
+
+HARMLESS = {
+    "nothing": ("plain", None, {}),
+    "TP 2": ("plain", None, dict(tp_degree=2)),
+    "TP 3, heads expanded": ("plain", None, dict(tp_degree=3)),
+    "TP 8, heads replicated": ("plain", None, dict(tp_degree=8)),
+    "fused QKV": ("biases", None, dict(fused_qkv=True, tp_degree=2)),
+    "buckets": (
+        "plain", None,
+        dict(enable_bucketing=True, context_encoding_buckets=[8, SEQ_LEN], token_generation_buckets=[16, 32, SEQ_LEN]),
+    ),
+    "a batch": ("plain", None, dict(batch_size=3)),
+    "another place in a batch, a row free": ("plain", None, dict(batch_size=2)),
+    "continuous batching": ("plain", None, dict(is_continuous_batching=True, batch_size=3)),
+    "a shorter context": ("plain", None, dict(max_context_length=40)),
+    "a longer cache": ("window", None, dict(seq_len=64)),
+    "one file, head written out": ("plain", in_one_file_too, {}),
+    "several files": ("untied", in_several_files, {}),
+    "the config as transformers 5 writes it": ("yarn", lambda f, out: copy(f, out, as_transformers_5), {}),
+    "the schedule left out": ("plain", lambda f, out: copy(f, out, lambda c: c.update(no_rope_layers=None)), {}),
+    "windows, TP 2, a batch": ("window", None, dict(tp_degree=2, batch_size=3)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_a_harmless_change_is_not_wrong(name, bases, judge, tmp_path):
+    from smollm3_neuron.inspection import inspect
+    from smollm3_neuron.validation import WRONG
+
+    base, again, settings = HARMLESS[name]
+    folder = again(bases[base], tmp_path / "copy") if again else bases[base]
+    app, ranks = load(folder, tmp_path / "weights", **settings)
+    report = judge(app, base)
+    assert report.verdict != WRONG, [case.reason for case in report.cases]
+    found = inspect(app, folder, PROMPTS[2], ranks)
+    assert found.is_right, (found.first, found.disagreeing, found.broken_identity)
+
+
+def test_a_float32_file_of_bfloat16_values_is_the_bfloat16_file(bases, tmp_path):
+    from smollm3_neuron.validation import WRONG, Case, Reference, validate
+
+    half = copy(bases["plain"], tmp_path / "half", None, lambda w: w.update({n: t.bfloat16() for n, t in w.items()}))
+    full = copy(half, tmp_path / "full", None, lambda w: w.update({n: t.float() for n, t in w.items()}))
+    for dtype in ("float32", "bfloat16"):
+        app, _ = load(full, tmp_path / dtype, dtype)
+        report = validate(app, Reference(half, getattr(torch, dtype)), [Case("prompt", "", PROMPTS[1])], 6)
+        assert report.verdict != WRONG, report.cases[0].reason
+
+
+@pytest.mark.parametrize("tp_degree", [1, 2, 8])
+def test_bfloat16_of_float32_weights_is_a_near_tie_at_most(tp_degree, bases, judge, tmp_path):
+    from smollm3_neuron.validation import IDENTICAL, NEAR_TIE
+
+    app, _ = load(bases["plain"], tmp_path / "weights", "bfloat16", tp_degree=tp_degree)
+    report = judge(app, "plain", torch.bfloat16)
+    assert report.verdict in (IDENTICAL, NEAR_TIE), [case.reason for case in report.cases]
+
+
+def test_tolerances_that_are_none_are_refused():
+    from smollm3_neuron.errors import SmolLM3Error
+    from smollm3_neuron.validation import parse_tol_map
+
+    assert parse_tol_map({"5": 0.01, "all": 0.05}) == {"5": 0.01, "all": 0.05}
+    for values in ({"7": 0.1}, {"5": "a"}, {"5": -1}, {}, [0.1]):
+        with pytest.raises(SmolLM3Error, match="tol_map"):
+            parse_tol_map(values)
+
+
+def test_what_parts_on_a_tie_is_a_near_tie_and_beyond_it_wrong(bases, tmp_path):
+    """Two rows of the head that are a rounding apart; the model, else right, prefers the other one."""
+    from smollm3_neuron.validation import NEAR_TIE, WRONG, Case, Reference, validate
+
+    first = Reference(bases["untied"], torch.float32).answer(PROMPTS[1], [0] * 6, ())[0]
+    other = (first + 1) % 128
+    folder = copy(
+        bases["untied"], tmp_path / "copy", None,
+        replace("lm_head.weight", lambda w: w.index_copy(0, torch.tensor([other]), w[[first]] * (1 - 5e-7))),
+    )  # fmt: skip
+    app, ranks = load(folder, tmp_path / "weights")
+    reference, run = Reference(folder, torch.float32), ranks.run
+
+    def verdict(lift: float):
+        def lifted(*args):
+            logits = run(*args).clone()
+            logits[..., other] += lift * logits.abs().max()
+            return logits
+
+        ranks.run = lifted
+        return validate(app, reference, [Case("prompt", "", PROMPTS[1])], 6)
+
+    report = verdict(1.1e-6)
+    (judged,) = report.cases
+    assert report.verdict == NEAR_TIE and "parts at token 0" in judged.reason, judged.reason
+    assert (judged.tokens[0], judged.expected[0]) == (other, first) and judged.divergence == 0
+    assert judged.margins[0] < 1e-4 and judged.expected_margins[0] < 1e-4
+    assert verdict(1e-3).verdict == WRONG
