@@ -13,6 +13,7 @@ from pathlib import Path
 import common
 from smollm3_neuron import device, hf_config, models, vllm_serving
 from smollm3_neuron.artifact import Settings, compile_artifact
+from smollm3_neuron.errors import SmolLM3Error
 from smollm3_neuron.quantization import DTYPES, PARTS, TYPES
 from smollm3_neuron.sharding import ShardingPlan
 from tqdm import tqdm
@@ -33,7 +34,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--enable-bucketing", action="store_true", help="graphs for several lengths, powers of two if none given")
     parser.add_argument("--context-encoding-buckets", type=int, nargs="+", metavar="N", help="lengths of prompts")
     parser.add_argument("--token-generation-buckets", type=int, nargs="+", metavar="N", help="lengths of the cache")
-    parser.add_argument("--on-device-sampling-config", type=json_object, metavar="JSON", default=argparse.SUPPRESS,
+    parser.add_argument("--on-device-sampling-config", metavar="JSON", default=argparse.SUPPRESS,
                         help='{"dynamic": true}: sample on the device; null: on the host (default, but with --for-vllm)')
     parser.add_argument(
         "--for-vllm", action="store_true",
@@ -64,9 +65,12 @@ def parse_args() -> argparse.Namespace:
 
 
 def json_object(text: str) -> dict | None:
-    value = json.loads(text)
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = text
     if not isinstance(value, dict | None):
-        raise ValueError(text)
+        raise SmolLM3Error(f"--on-device-sampling-config is {text!r}, allowed is a JSON object like {{\"dynamic\": true}}, or null")
     return value
 
 
@@ -101,10 +105,14 @@ def lower(args: argparse.Namespace, settings: Settings) -> None:
 def main() -> None:
     args = parse_args()
     of_args = {"tp_degree": args.tp, "torch_dtype": args.dtype}
-    of_args["on_device_sampling_config"] = getattr(args, "on_device_sampling_config", None)
+    of_args["on_device_sampling_config"] = json_object(getattr(args, "on_device_sampling_config", "null"))
     settings = Settings(**{f.name: getattr(args, f.name) for f in fields(Settings) if f.name not in of_args}, **of_args)
     if args.for_vllm:
         settings = vllm_serving.settings_of_server(settings, sampling_given="on_device_sampling_config" in args)
+    if args.device == "hlo" and (args.merge_adapter or args.weights_only):
+        raise SmolLM3Error("--device hlo writes graphs and no weights: leave --merge-adapter and --weights-only out")
+    if args.nxd_source and args.device != "hlo":
+        raise SmolLM3Error(f"--nxd-source is for --device hlo, which is {args.device!r}: leave one out or change the other")
     if args.device == "hlo":
         return lower(args, settings)
     place = device.choose_place(args.device)

@@ -96,6 +96,8 @@ def sampling_asked_for(args: argparse.Namespace, artifact: Artifact) -> dict:
         asked = {"temperature": 0.0}
     asked.setdefault("temperature", 1.0)
     values = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
+    if not (asked["temperature"] if args.temperature is None else args.temperature) and (args.top_k or args.top_p):
+        raise SmolLM3Error("--top-k and --top-p choose among samples, but the temperature is 0: give --temperature, too")
     return {name: asked.get(name) if value is None else value for name, value in values.items()}
 
 

@@ -70,6 +70,9 @@ def compiled(tmp_path: Path) -> list[str]:
             ["CPU runtime does not support async_mode=True"],
         ),
         (["--is-prefix-caching", "--seq-len", "128"], ["CPU runtime does not support is_prefix_caching=True"]),
+        (["--on-device-sampling-config", "{bad"], ["--on-device-sampling-config is '{bad'", "JSON object"]),
+        (["--device", "hlo", "--weights-only"], ["--device hlo writes graphs and no weights"]),
+        (["--nxd-source", "a:b"], ["--nxd-source is for --device hlo, which is 'auto'"]),
         (["--weights-only"], ["no artifact there whose graphs could be kept"]),
     ],
 )
@@ -136,6 +139,7 @@ def test_compile_refuses_a_broken_checkpoint(checkpoint, tmp_path, what, parts):
         (["1+1=", "--max-new-tokens", "0"], ["max_new_tokens is 0"]),
         (["1+1=", "--temperature", "-1"], ["temperature is -1.0"]),
         (["1+1=", "--top-p", "2", "--temperature", "1"], ["top_p is 2.0"]),
+        (["1+1=", "--top-p", "0.9"], ["temperature is 0", "--temperature"]),
         (["1+1=", "--no-think"], ["--chat"]),
         (["--messages", "a.json"], ["--messages", "add --chat"]),
         (["1+1=", "--chat", "--messages", "a.json"], ["not both"]),

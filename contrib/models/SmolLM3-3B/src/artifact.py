@@ -7,9 +7,11 @@ under its name only when it is whole.
 
 import contextlib
 import fcntl
+import glob
 import hashlib
 import importlib.metadata
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -86,18 +88,23 @@ class Settings:
             least = 1 if name == "batch_size" else 2
             if not least <= value <= largest:
                 raise SmolLM3Error(f"{name} is {value}, allowed is a whole number from {least} to {largest}")
-        prompts = self.ctx_batch_size or (1 if self.is_continuous_batching else self.batch_size)
+        prompts = self.ctx_batch_size
+        if prompts is None:
+            prompts = 1 if self.is_continuous_batching else self.batch_size
         if not self.is_continuous_batching and prompts != self.batch_size:
             raise SmolLM3Error(
                 f"ctx_batch_size is {prompts} and batch_size {self.batch_size}: is_continuous_batching lets them differ"
             )
         if not 1 <= prompts <= self.batch_size:
             raise SmolLM3Error(f"ctx_batch_size is {prompts}, allowed is a whole number from 1 to {self.batch_size}")
+        if self.on_device_sampling_config == {}:
+            raise SmolLM3Error(f"on_device_sampling_config is empty, name at least one of {', '.join(SAMPLING)}")
         for name, value in (self.on_device_sampling_config or {}).items():
-            if name not in SAMPLING or type(value) not in (SAMPLING[name], int) or value < 0:
+            types = (float, int) if SAMPLING.get(name) is float else (SAMPLING.get(name),)
+            if type(value) not in types or not 0 <= value < math.inf or (name == "top_p" and value > 1):
                 raise SmolLM3Error(
                     f"on_device_sampling_config has {name} {value!r}, allowed are {', '.join(SAMPLING)}: the first three "
-                    "true or false, the rest numbers"
+                    "true or false, the rest numbers, top_p up to 1"
                 )
         check_quantization(SimpleNamespace(**config, neuron_config=self))
         self._check_buckets("context_encoding_buckets", "max_context_length", context)
@@ -369,7 +376,7 @@ def _staging(output: Path) -> Iterator[Path]:
     except OSError as error:
         raise SmolLM3Error(f"{output.parent}: cannot write there ({error.strerror}); choose another --output") from None
     with lock:
-        for left in output.parent.glob(f".{output.name}.partial-*"):
+        for left in output.parent.glob(f".{glob.escape(output.name)}.partial-*"):
             shutil.rmtree(left, ignore_errors=True)
         staging = Path(tempfile.mkdtemp(prefix=f".{output.name}.partial-", dir=output.parent))
         work_dir = os.environ.get("BASE_COMPILE_WORK_DIR")

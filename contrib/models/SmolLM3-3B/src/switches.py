@@ -8,6 +8,7 @@ import importlib.metadata
 from dataclasses import dataclass
 from typing import Any, Mapping, Sequence
 
+from .device import SUPPORTED_NXDI
 from .errors import SmolLM3Error
 
 NEEDS_V3 = "its kernel needs NeuronCore v3, trn1 and inf2 have v2"
@@ -20,7 +21,7 @@ RESIDUAL = "the decoder layer adds its residuals itself, so they would be missin
 class Refusal:
     name: str
     reason: str
-    releases: tuple[str, ...] = ("0.7", "0.8", "0.9")
+    releases: tuple[str, ...] = SUPPORTED_NXDI
     only_with_nope: bool = False
 
 
@@ -67,7 +68,8 @@ def check_keywords(given: Mapping[str, Any], neuron_config: Any) -> None:
 
 
 def check_switches(neuron_config: Any, no_rope_layers: Sequence[int], hidden_act: str, release: str | None) -> None:
-    """SmolLM3Error where a switch would run wrong. `release`: NxD Inference's, e.g. "0.8.0"; None: unknown, so any."""
+    """SmolLM3Error where a switch would run wrong. `release`: NxD Inference's, e.g. "0.8.0"; one that is not supported, or None
+    (unknown), is taken for any."""
     if neuron_config.padding_side != "right":
         raise SmolLM3Error(
             f"padding_side is {neuron_config.padding_side!r}, allowed is 'right': leave it out and pad prompts on the right"
@@ -75,9 +77,10 @@ def check_switches(neuron_config: Any, no_rope_layers: Sequence[int], hidden_act
     for name in SILU_KERNELS:
         if getattr(neuron_config, name, None) and hidden_act != "silu":
             raise SmolLM3Error(f"{name} is on, but its kernel computes silu and hidden_act is {hidden_act!r}; leave it out")
+    minor = ".".join((release or "").split(".")[:2])
     for refusal in REFUSED:
         value = getattr(neuron_config, refusal.name, None)
-        of_release = release is None or ".".join(release.split(".")[:2]) in refusal.releases
+        of_release = minor not in SUPPORTED_NXDI or minor in refusal.releases
         if value and of_release and not (refusal.only_with_nope and all(no_rope_layers)):
             raise SmolLM3Error(f"{refusal.name} is {value!r}, but {refusal.reason}; leave it out")
 
@@ -129,8 +132,8 @@ def _check_prefix_caching(neuron_config: Any) -> None:
     block, blocks = neuron_config.pa_block_size, neuron_config.pa_num_blocks
     if neuron_config.ctx_batch_size != 1:
         raise SmolLM3Error(
-            f"is_prefix_caching with a ctx_batch_size of {neuron_config.ctx_batch_size}: it takes 1 prompt at a time, turn "
-            "is_continuous_batching on, which encodes one"
+            f"is_prefix_caching with a ctx_batch_size of {neuron_config.ctx_batch_size}: it takes 1 prompt at a time, set "
+            "ctx_batch_size to 1, with is_continuous_batching for more requests"
         )
     if neuron_config.windowed_context_encoding_size:
         raise SmolLM3Error("windowed_context_encoding_size and is_prefix_caching are both set: leave one of them out")
