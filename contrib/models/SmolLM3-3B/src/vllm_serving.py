@@ -58,8 +58,8 @@ def serve_command(artifact: Artifact) -> str:
         words += ["--enable-prefix-caching", "--block-size", str(settings.pa_block_size)]
     else:
         words.append("--no-enable-prefix-caching")
-    if override(settings):
-        words += ["--additional-config", json.dumps({"override_neuron_config": override(settings)})]
+    if needed := override(settings):
+        words += ["--additional-config", json.dumps({"override_neuron_config": needed})]
     if (folder / VLLM_TEMPLATE).is_file():
         words += ["--chat-template", str(folder / VLLM_TEMPLATE), "--reasoning-parser", "qwen3"]
         words += ["--tool-parser-plugin", str(Path(__file__).with_name("vllm_tool_parser.py"))]
