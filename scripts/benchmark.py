@@ -355,6 +355,11 @@ def main() -> None:
         "transformers' least time over the row's own, above 1 is faster; memory is what no file backs, over what it was before "
         "loading",
         *(
+            f"{artifact.path.name}: its exported graphs run as they are: {artifact.exported_because}"
+            for artifact in artifacts
+            if artifact.exported_because
+        ),
+        *(
             f"ceilings of MFU and MBU for {dtype}: {flops / 1e12:.3f} TFLOPS and {bandwidth / 1e9:.1f} GB/s, {source}"
             for dtype, (bandwidth, flops) in reached.items()
         ),

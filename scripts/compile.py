@@ -9,6 +9,7 @@ import time
 import warnings
 from dataclasses import fields
 from pathlib import Path
+from typing import Callable
 
 import common
 from smollm3_neuron import device, hf_config, models, vllm_serving
@@ -102,6 +103,14 @@ def lower(args: argparse.Namespace, settings: Settings) -> None:
     print(f"\n{output}: the graphs, {report.REPORT} and report.txt")
 
 
+def advance(bar: tqdm) -> Callable[[int, int], None]:
+    def on_progress(count: int, total: int) -> None:
+        bar.total = total
+        bar.update(count)
+
+    return on_progress
+
+
 def main() -> None:
     args = parse_args()
     of_args = {"tp_degree": args.tp, "torch_dtype": args.dtype}
@@ -132,12 +141,10 @@ def main() -> None:
     def on_step(step: str) -> None:
         print(f"[{time.perf_counter() - began:6.1f} s] {step} ...", flush=True)
 
-    with tqdm(unit="B", unit_scale=True, leave=False, disable=None) as bar:
-
-        def on_bytes(count: int, total: int) -> None:
-            bar.total = total
-            bar.update(count)
-
+    with (
+        tqdm(unit="B", unit_scale=True, leave=False, disable=None) as on_bytes,
+        tqdm(unit="part", leave=False, disable=None) as on_part,
+    ):
         artifact = compile_artifact(
             folder,
             output,
@@ -148,9 +155,13 @@ def main() -> None:
             weights_only=args.weights_only,
             merge_adapter=args.merge_adapter,
             on_step=on_step,
-            on_bytes=on_bytes,
+            on_bytes=advance(on_bytes),
+            on_part=advance(on_part),
         )
     print(f"\n{artifact.path}: {name}, tp_degree {args.tp}, in {time.perf_counter() - began:.1f} s")
+    if place == "cpu":
+        because = artifact.exported_because
+        print(f"  the exported graphs run as they are: {because}" if because else "  the graphs are compiled for this CPU")
     for file, entry in artifact.manifest["files"].items():
         print(f"  {file:<44} {entry['size'] / 1e6:10.2f} MB")
     if args.for_vllm:

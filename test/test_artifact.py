@@ -135,7 +135,7 @@ def test_made_for_something_else(copy):
     with pytest.raises(SmolLM3Error, match="made with torch 2.0.0, here is"):
         open_artifact(copy, "cpu")
     rewrite(copy, versions=manifest["versions"], format=0)
-    with pytest.raises(SmolLM3Error, match="artifact format 0, this version reads 1"):
+    with pytest.raises(SmolLM3Error, match="artifact format 0, this version reads 2"):
         open_artifact(copy, "cpu")
 
 

@@ -17,6 +17,8 @@ from harness import run_real
 from reference import reference_tokens
 
 CPU = "nxd_cpu"
+PARTS, AHEAD = "nxd_cpu-in-parts", "nxd_cpu-compiled-ahead"  # at TP 1; the second one takes minutes for each
+IN_PARTS = ("continuous-batching-ctx2", "buckets-batch", "window-listed-tp1", "on-device-sampling-tp1", "vocab-parallel-odd-vocabulary-tp1")
 
 
 def prompt(length, start=0):
@@ -158,25 +160,50 @@ FEATURES = [
 def pytest_generate_tests(metafunc):
     if "feature" not in metafunc.fixturenames:
         return
-    places = [CPU, *metafunc.config.nxd_releases]
+    on_cpu = [feature for feature in FEATURES if not feature.only or CPU in feature.only]
+    cells = [(CPU, feature, ()) for feature in on_cpu]
+    cells += [(PARTS, feature, ()) for feature in on_cpu if feature.name in IN_PARTS]
+    cells += [(AHEAD, feature, pytest.mark.slow) for feature in on_cpu if feature.neuron.get("tp_degree", 1) == 1]
+    for release in metafunc.config.nxd_releases:
+        cells += [(release, feature, ()) for feature in FEATURES if not feature.only or release.version in feature.only]
     metafunc.parametrize("place, feature", [
-        pytest.param(place, feature, id=f"{getattr(place, 'version', place)}-{feature.name}")
-        for place in places
-        for feature in FEATURES
-        if not feature.only or getattr(place, "version", place) in feature.only
+        pytest.param(place, feature, id=f"{getattr(place, 'version', place)}-{feature.name}", marks=marks)
+        for place, feature, marks in cells
     ])
 
 
-def on_nxd_cpu(job, folder):
+class Uncompiled:
+    """A part of a graph that torch interprets, called as a compiled one."""
+
+    def __init__(self, part):
+        from nxd_cpu_aot.build import write_products
+
+        write_products(part.graph_module)
+        self.run = lambda inputs: part.graph_module(*inputs)
+
+
+def on_nxd_cpu(job, folder, place=CPU):
     from smollm3_neuron.runtime import ensure_neuronx
 
     if ensure_neuronx() != "cpu":
         pytest.skip("the Neuron SDK is installed here: nxd_cpu is not used")
     from smollm3_neuron.modeling_smollm3_3b import NeuronSmolLM3ForCausalLM
 
+    from nxd_cpu_aot.build import compile_ahead, plan
+    from nxd_cpu_aot.run import CompiledGraph
+
     def compile_and_load(model):
-        model.compile(folder / "compiled")
-        model.load(folder / "compiled")
+        artifact = folder / "artifact"
+        model.compile(artifact)
+        if place == AHEAD:
+            compile_ahead(model.graphs, artifact)
+        model.load(artifact)
+        if place == PARTS:
+            kinds = {}
+            plans = [plan(graph, kinds) for graph in model.graphs]
+            parts = {f"{number}.so": Uncompiled(part) for number, part in enumerate(kinds.values())}
+            model.graphs = [CompiledGraph(plan, parts) for plan in plans]
+            model.load_weights(artifact)
 
     return getattr(model_jobs, job["kind"])(NeuronSmolLM3ForCausalLM, job, 0, folder, compile_and_load)
 
@@ -198,8 +225,8 @@ def on_sources(request, random_checkpoints, tmp_path_factory):
 
 
 def test_tokens_equal_transformers(place, feature, on_sources, random_checkpoints, tmp_path):
-    if place == CPU:
-        result = on_nxd_cpu(feature.job(random_checkpoints), tmp_path)
+    if place in (CPU, PARTS, AHEAD):
+        result = on_nxd_cpu(feature.job(random_checkpoints), tmp_path, place)
     else:
         result = on_sources(place, feature)
     assert "error" not in result, result["error"]

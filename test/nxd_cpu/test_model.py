@@ -108,7 +108,7 @@ def test_buckets(build, reference, tmp_path):
     )
     app.compile(str(tmp_path))
     app.load(str(tmp_path))
-    assert [bucket for tag, bucket in app.traced_model._modules] == [4, 16, 8, 32]
+    assert [bucket for tag, bucket in app.traced_model._graphs] == [4, 16, 8, 32]
     for prompt in ([5, 6], [5, 6, 7, 8, 9, 10]):
         sequence = list(prompt)
         assert_logits(prefill(app, [sequence], [0]), reference, [sequence])
@@ -195,14 +195,14 @@ def test_a_step_at_65536_positions_writes_only_its_row(build, tmp_path):
 def test_failing_rank_in_a_loaded_model(compiled, reference):
     app, _ = compiled(tp_degree=2, fused_qkv=True)
     bound = app.traced_model._arguments["context_encoding_model", 16]
-    first, arguments = bound[1]
-    bound[1] = first, [None if tensor is arguments[-1] else tensor for tensor in arguments]
+    arguments = bound[1]
+    bound[1] = [None if tensor is arguments[-1] else tensor for tensor in arguments]
     try:
         with pytest.raises(Exception) as error:
             prefill(app, PROMPTS, [0, 1, 2])
         assert not isinstance(error.value, threading.BrokenBarrierError)
     finally:
-        bound[1] = first, arguments
+        bound[1] = arguments
     assert_logits(prefill(app, PROMPTS, [0, 1, 2]), reference, PROMPTS)
 
 

@@ -9,7 +9,7 @@ import json
 import os
 import zipfile
 from dataclasses import dataclass
-from typing import Dict, List, Sequence, Tuple
+from typing import Dict, List, Optional, Sequence, Tuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -31,6 +31,20 @@ class Graph:
     bucket: int
     state_names: List[str]
     program: ExportedProgram
+
+    def arguments(self) -> List[Tuple[Optional[str], Optional[Tensor]]]:
+        """What a call takes, in order: a weight's or cache's name and a tensor like it; None and a constant; None and
+        None for an input of the step, and for a weight that the graph has no use for."""
+        placeholders = self.program.graph.find_nodes(op="placeholder")
+        names = [None] * (len(placeholders) - len(self.state_names)) + self.state_names
+        found = [(name, n.meta["val"]) if name and n.users else (None, None) for n, name in zip(placeholders, names)]
+        for place, spec in enumerate(self.program.graph_signature.input_specs):
+            if spec.kind != InputKind.USER_INPUT:
+                found[place] = None, self.program.constants[spec.target]
+        return found
+
+    def __call__(self, *arguments: Tensor) -> Tensor:
+        return self.program.graph_module.forward(*arguments)[0]
 
 
 def export_graph(model: nn.Module, tag: str, bucket: int, inputs: Sequence[Tensor]) -> Graph:
@@ -107,27 +121,11 @@ class LoadedModel:
     def __init__(self, graphs: Sequence[Graph], shards: Sequence[Dict[str, Tensor]], tp_degree: int):
         self._ranks = RankThreads(tp_degree)
         self._caches: List[Dict[str, Tensor]] = [{} for _ in shards]
-        self._modules = {(graph.tag, graph.bucket): graph.program.graph_module for graph in graphs}
-        self._arguments = {
-            (graph.tag, graph.bucket): [self._bind(graph, rank, shard) for rank, shard in enumerate(shards)]
-            for graph in graphs
-        }
-
-    def _bind(self, graph: Graph, rank: int, shard: Dict[str, Tensor]) -> Tuple[int, List[Tensor]]:
-        """The graph's arguments on one rank, and where its inputs have to be put in."""
-        arguments: List[Tensor] = []
-        placeholders = graph.program.graph.find_nodes(op="placeholder")
-        specs = list(zip(graph.program.graph_signature.input_specs, placeholders))
-        user = [node for spec, node in specs if spec.kind == InputKind.USER_INPUT]
-        names = dict(zip(user[len(user) - len(graph.state_names) :], graph.state_names))
-        for spec, node in specs:
-            if spec.kind != InputKind.USER_INPUT:
-                arguments.append(graph.program.constants[spec.target])
-            elif node in names and node.users:
-                arguments.append(self._state(names[node], node.meta["val"], rank, shard))
-            else:
-                arguments.append(None)  # an input of the step, or a weight that the graph has no use for
-        return placeholders.index(user[0]), arguments
+        self._graphs = {(graph.tag, graph.bucket): graph for graph in graphs}
+        self._arguments: Dict[Tuple[str, int], List[List[Optional[Tensor]]]] = {}
+        for key, graph in self._graphs.items():
+            ranks, arguments = enumerate(shards), graph.arguments()
+            self._arguments[key] = [[self._state(*a, *rank) if a[0] else a[1] for a in arguments] for rank in ranks]
 
     def _state(self, name: str, like: Tensor, rank: int, shard: Dict[str, Tensor]) -> Tensor:
         if name.startswith("kv_mgr."):
@@ -141,11 +139,10 @@ class LoadedModel:
 
     def run(self, tag: str, bucket: int, inputs: Sequence[Tensor]) -> Tensor:
         """One step on all ranks. They end with the same output."""
-        module, bound = self._modules[tag, bucket], self._arguments[tag, bucket]
+        graph, bound = self._graphs[tag, bucket], self._arguments[tag, bucket]
 
         def step(rank: int) -> Tensor:
-            first, arguments = bound[rank][0], list(bound[rank][1])
-            arguments[first : first + len(inputs)] = inputs
-            return module.forward(*arguments)[0]
+            given = iter(inputs)  # the inputs of the step come before any weight
+            return graph(*(next(given, None) if argument is None else argument for argument in bound[rank]))
 
         return self._ranks.run(step)[0]

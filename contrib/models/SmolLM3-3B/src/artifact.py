@@ -28,7 +28,7 @@ from .quantization import check_quantization
 from .sharding import ShardingPlan
 from .switches import check_encoding
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "artifact.json"
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -164,16 +164,27 @@ class Artifact:
         return self.manifest["place"]
 
     @property
+    def exported_because(self) -> str | None:
+        """Why the CPU runtime runs its graphs as they were exported; None: they are compiled ahead of time, or a device's."""
+        return self.manifest["exported_because"]
+
+    @property
     def adapter(self) -> str | None:
         """Folder of the PEFT adapter that was merged."""
         return (self.manifest["model"].get("adapter") or {}).get("folder")
 
     def load(self):
-        """The model, ready to generate. `ensure_neuronx` must have been called."""
+        """The model, ready to generate. `ensure_neuronx` must have been called. SmolLM3Error for what the CPU runtime cannot
+        load, such as graphs compiled for a CPU that can do more."""
         from .modeling_smollm3_3b import NeuronSmolLM3ForCausalLM
 
         model = NeuronSmolLM3ForCausalLM(str(self.path))
-        model.load(str(self.path))
+        try:
+            model.load(str(self.path))
+        except ValueError as error:
+            if self.place == "neuron":
+                raise
+            raise SmolLM3Error(str(error)) from None
         return model
 
     def tokenizer(self):
@@ -231,13 +242,15 @@ def compile_artifact(
     merge_adapter: Path | None = None,
     on_step: Callable[[str], None] = lambda step: None,
     on_bytes: Callable[[int, int], None] = lambda count, total: None,
+    on_part: Callable[[int, int], None] = lambda count, total: None,
 ) -> Artifact:
     """Compiles the checkpoint in `folder` to the artifact folder `output`; `ensure_neuronx` must have been called.
 
     What stands there already and is the same is taken as it is. `weights_only` keeps the graphs and shards the weights
     again. `merge_adapter` is the folder of a PEFT adapter that goes into them. `on_step` is called with each step's name
-    as it begins, `on_bytes` with (bytes of weights just written, of all). Every fault of config and checkpoint is told
-    before anything is compiled; nothing stands at `output` unless it is whole. Raises SmolLM3Error.
+    as it begins, `on_bytes` with (bytes of weights just written, of all), `on_part` with (parts of CPU graphs just compiled
+    ahead of time, of all). Every fault of config and checkpoint is told before anything is compiled; nothing stands at
+    `output` unless it is whole. Raises SmolLM3Error.
     """
     on_step("checking the checkpoint")
     values = hf_config.read_config(folder)
@@ -256,6 +269,11 @@ def compile_artifact(
     model = {"name": name or str(folder), "folder": str(folder), "revision": revision, **_identity(folder)}
     model["adapter"] = adapter and adapter.identity
     made_of = {"format": FORMAT, "place": place, "model": model, "settings": asdict(settings), "versions": versions()}
+    made_of["exported_because"] = None
+    if place == "cpu":
+        from nxd_cpu_aot.build import obstacle
+
+        made_of["exported_because"] = obstacle(settings.tp_degree, sum(size for _, size, _ in model["weights"]))
     standing = _standing(output, place, made_of, weights_only)
     if standing and not weights_only:
         on_step("nothing to do: the same artifact is there already")
@@ -271,7 +289,9 @@ def compile_artifact(
         if weights_only:
             on_step("keeping the graphs")
             for file in standing.graph_files():
+                (staging / file).parent.mkdir(exist_ok=True)
                 shutil.copyfile(output / file, staging / file)
+            made_of["exported_because"] = standing.exported_because
         else:
             from .modeling_smollm3_3b import NeuronSmolLM3ForCausalLM
 
@@ -281,6 +301,14 @@ def compile_artifact(
             except NotImplementedError as error:  # the library's, or the CPU runtime's, for a setting that it has not
                 raise SmolLM3Error(f"{error}; leave it out") from None
             model.compile(str(staging))
+            if place == "cpu" and not made_of["exported_because"]:
+                from nxd_cpu_aot.build import compile_ahead
+
+                on_step("compiling the graphs ahead of time for this CPU")
+                try:
+                    compile_ahead(model.graphs, str(staging), on_part)
+                except RuntimeError as error:
+                    made_of["exported_because"] = str(error)
         compile_seconds = time.perf_counter() - seconds
         on_step("sharding the weights")
         total = shard_bytes(config)

@@ -3,6 +3,7 @@
 import os
 from typing import Dict, List, Optional, Type
 
+import nxd_cpu_aot.run
 import torch
 from torch import nn
 
@@ -74,7 +75,8 @@ class NeuronApplicationBase(nn.Module):
     def compile(self, compiled_model_path, debug=False) -> None:
         """Write `neuron_config.json`, `model.pt` and the shards."""
         self.config.save(compiled_model_path)
-        save_graphs(self.get_builder(debug).trace(), os.path.join(compiled_model_path, COMPILED_MODEL_FILE_NAME))
+        self.graphs = self.get_builder(debug).trace()
+        save_graphs(self.graphs, os.path.join(compiled_model_path, COMPILED_MODEL_FILE_NAME))
         self.shard_weights(compiled_model_path, debug)
 
     def shard_weights(self, compiled_model_path, debug=False) -> None:
@@ -85,7 +87,8 @@ class NeuronApplicationBase(nn.Module):
 
     def load(self, compiled_model_path, start_rank_id=None, local_ranks_size=None, skip_warmup=False) -> None:
         """Read the graphs, the shards and zeroed caches. FileNotFoundError or ValueError names a file not right."""
-        self._graphs = load_graphs(os.path.join(compiled_model_path, COMPILED_MODEL_FILE_NAME))
+        compiled_ahead = nxd_cpu_aot.run.load(compiled_model_path)
+        self.graphs = compiled_ahead or load_graphs(os.path.join(compiled_model_path, COMPILED_MODEL_FILE_NAME))
         self.load_weights(compiled_model_path, start_rank_id, local_ranks_size)
 
     def load_weights(self, compiled_model_path, start_rank_id=None, local_ranks_size=None) -> None:
@@ -98,7 +101,7 @@ class NeuronApplicationBase(nn.Module):
             shards = [map_shard(f"{folder}/tp{rank}_sharded_checkpoint.safetensors") for rank in range(tp_degree)]
         else:
             shards = self.get_builder().shard_checkpoint()
-        self.traced_model = LoadedModel(self._graphs, shards, tp_degree)
+        self.traced_model = LoadedModel(self.graphs, shards, tp_degree)
         for model in self.models:
             model.model = self.traced_model
 

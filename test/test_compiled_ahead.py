@@ -1,0 +1,201 @@
+"""CPU graphs compiled ahead of time: the tokens of the exported ones, whatever the compiler is, and only where it pays."""
+
+import json
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from smollm3_neuron.artifact import Settings, compile_artifact, open_artifact
+from smollm3_neuron.errors import SmolLM3Error
+from smollm3_neuron.models import tiny_folder
+from smollm3_neuron.runtime import ensure_neuronx
+
+ROOT = Path(__file__).resolve().parents[1]
+NEW_TOKENS = 24
+SETTINGS = Settings(tp_degree=1, seq_len=64, torch_dtype="float32")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def library():
+    ensure_neuronx()
+
+
+@pytest.fixture
+def worth_it(monkeypatch):
+    from nxd_cpu_aot import build
+
+    monkeypatch.setattr(build, "LEAST_BYTES", 0)
+
+
+@pytest.fixture(scope="module")
+def progress():
+    return []
+
+
+@pytest.fixture(scope="module")
+def ahead(tmp_path_factory, progress):
+    """`tiny` at TP 1, compiled ahead of time: it is not by default."""
+    if not shutil.which(os.environ.get("CXX", "g++")):
+        pytest.skip("no C++ compiler here: the exported graphs are what runs")
+    from nxd_cpu_aot import build
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "LEAST_BYTES", 0)
+        output = tmp_path_factory.mktemp("ahead") / "tiny"
+        return compile_artifact(tiny_folder(), output, SETTINGS, "cpu", on_part=lambda *part: progress.append(part))
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    return compile_artifact(tiny_folder(), tmp_path_factory.mktemp("exported") / "tiny", SETTINGS, "cpu")
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    from transformers import AutoTokenizer
+
+    held_out = json.loads((tiny_folder() / "prompts.json").read_text())["held_out"][:6]
+    return AutoTokenizer.from_pretrained(tiny_folder())([entry["prompt"] for entry in held_out])["input_ids"]
+
+
+def test_the_same_tokens_and_logits(ahead, exported, prompts):
+    from smollm3_neuron.generation import generate
+
+    assert ahead.exported_because is None and "MB of weights are too few" in exported.exported_because
+    found, expected = (
+        generate(artifact.load(), prompts, NEW_TOKENS, keep_logits=True, barred_token_ids=artifact.eos_token_ids())
+        for artifact in (ahead, exported)
+    )
+    assert [row.tokens for row in found] == [row.tokens for row in expected]
+    for one, other in zip(found, expected):
+        logits, wanted = torch.stack(one.logits), torch.stack(other.logits)
+        assert not torch.equal(logits, wanted)  # sums in another order, so it is another program
+        assert (logits - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+
+
+def test_it_is_right(ahead):
+    command = [sys.executable, ROOT / "scripts/validate.py", ahead.path, "--device", "cpu", "--max-new-tokens", "16"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and "wrong" not in done.stdout, done.stdout + done.stderr
+
+
+def test_one_part_per_kind_of_layer_and_bucket(ahead, progress):
+    """Two submodels: before the layers, RoPE, NoPE, after the layers."""
+    assert progress == [(1, 8)] * 8
+    parts = {file for file in ahead.manifest["files"] if file.endswith(".so")}
+    assert parts == {f"compiled/{number}.so" for number in range(8)}
+
+
+@pytest.mark.parametrize("layers", [4, 16])
+def test_depth_adds_no_part(layers, tmp_path):
+    from smollm3_neuron.artifact import build_config
+    from smollm3_neuron.modeling_smollm3_3b import NeuronSmolLM3ForCausalLM
+
+    from nxd_cpu_aot.build import plan
+
+    config = json.loads((tiny_folder() / "config.json").read_text())
+    config |= {"num_hidden_layers": layers, "no_rope_layers": [1, 1, 1, 0] * (layers // 4), "layer_types": None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    kinds = {}
+    graphs = NeuronSmolLM3ForCausalLM(str(tmp_path), build_config(tmp_path, SETTINGS)).get_builder().trace()
+    for graph in graphs:
+        steps = plan(graph, kinds)["steps"]
+        files = [step["file"] for step in steps]
+        rope, nope = files[1], files[4]
+        assert files[1:-1] == [rope, rope, rope, nope] * (layers // 4) and len(set(files)) == 4
+    assert len(kinds) == 8
+
+
+def test_weights_are_mapped_once_for_all_parts(ahead):
+    loaded = ahead.load().traced_model
+    first, second = (arguments[0] for arguments in loaded._arguments.values())
+    shared = {tensor.data_ptr() for tensor in first if tensor is not None} & {t.data_ptr() for t in second if t is not None}
+    named = [name for graph in loaded._graphs.values() for name, _ in graph.arguments() if name]
+    assert len(shared) == len(set(named)) and len(named) == 2 * len(set(named))
+    weight = next(tensor for tensor in first if tensor is not None)
+    places = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "tp0_sharded_checkpoint" in line]
+    spans = [[int(end, 16) for end in place[0].split("-")] for place in places]
+    assert any(begin <= weight.data_ptr() < end for begin, end in spans)
+
+
+def test_kept_graphs_stay_compiled(ahead, worth_it, tmp_path):
+    copy, steps = shutil.copytree(ahead.path, tmp_path / "copy"), []
+    compile_artifact(tiny_folder(), copy, SETTINGS, "cpu", on_step=steps.append)
+    assert steps[-1].startswith("nothing to do")
+    again = compile_artifact(tiny_folder(), copy, SETTINGS, "cpu", weights_only=True)
+    assert again.manifest["files"] == ahead.manifest["files"] and again.exported_because is None
+    again.load()
+
+
+def test_a_damaged_part_is_named(ahead, tmp_path):
+    copy = shutil.copytree(ahead.path, tmp_path / "copy")
+    part = copy / "compiled/3.so"
+    part.write_bytes(part.read_bytes()[:-1] + b"?")
+    with pytest.raises(SmolLM3Error, match="3.so: damaged"):
+        open_artifact(copy, "cpu")
+
+
+def test_another_cpu_is_refused(ahead, monkeypatch):
+    from nxd_cpu_aot import run
+
+    lost = sorted(run.cpu_features())[0]
+    monkeypatch.setattr(run, "cpu_features", lambda features=run.cpu_features(): features - {lost})
+    with pytest.raises(SmolLM3Error, match=f"compiled for a CPU with {lost}, which this one lacks: compile again"):
+        ahead.load()
+
+
+def test_what_cannot_be_loaded_is_named(ahead, tmp_path):
+    from nxd_cpu_aot import run
+
+    folder = shutil.copytree(ahead.path, tmp_path / "copy")
+    (folder / "compiled/0.so").write_text("not a library")
+    with pytest.raises(ValueError, match="cannot be loaded .*: compile again"):
+        run.load(str(folder))
+
+
+def test_the_default_is_what_pays():
+    from nxd_cpu_aot.build import LEAST_BYTES, obstacle
+
+    assert "at tp_degree 2 the ranks are threads" in obstacle(2, LEAST_BYTES)
+    assert f"{(LEAST_BYTES - 1) / 1e6:.1f} MB" in obstacle(1, LEAST_BYTES - 1)
+
+
+@pytest.mark.parametrize("compiler, said", [
+    (None, r"no C\+\+ compiler was found"),
+    ("case $* in *--version*) echo 'g++ 12' ;; *) echo 'x.h:1: fatal error: omp.h: No such file' >&2; exit 1 ;; esac",
+     r"the C\+\+ compiler .*/g\+\+ failed: .*fatal error: omp.h: No such file"),
+])  # fmt: skip
+def test_without_a_compiler_that_works_the_exported_graphs_run(compiler, said, worth_it, prompts, exported, tmp_path):
+    """In a process of its own: torch looks for the compiler once."""
+    if compiler:
+        (tmp_path / "g++").write_text(f"#!/bin/sh\n{compiler}\n")
+        (tmp_path / "g++").chmod(stat.S_IRWXU)
+    code = f"""
+import json
+from pathlib import Path
+from smollm3_neuron.artifact import Settings, compile_artifact
+from smollm3_neuron.runtime import ensure_neuronx
+ensure_neuronx()
+from nxd_cpu_aot import build
+from smollm3_neuron.generation import generate
+build.LEAST_BYTES = 0
+settings = Settings(tp_degree=1, seq_len=64, torch_dtype="float32")
+artifact = compile_artifact(Path({str(tiny_folder())!r}), Path({str(tmp_path / "tiny")!r}), settings, "cpu")
+rows = generate(artifact.load(), {prompts[:2]}, 8)
+print(json.dumps([artifact.exported_because, sorted(artifact.manifest["files"]), [row.tokens for row in rows]]))
+"""
+    environment = {**os.environ, "CXX": str(tmp_path / "g++"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    because, files, tokens = json.loads(done.stdout.splitlines()[-1])
+    assert re.search(said, because) and "\n" not in because
+    assert files == sorted(exported.manifest["files"])
+    from smollm3_neuron.generation import generate
+
+    assert tokens == [row.tokens for row in generate(exported.load(), prompts[:2], 8)]
