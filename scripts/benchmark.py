@@ -74,7 +74,7 @@ def work(job: dict) -> None:
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     run = artifact_runner if job["engine"] == "artifact" else transformers_runner
-    import transformers  # imports are not loading
+    import transformers.models.smollm3.modeling_smollm3  # imports are not loading
 
     transformers.utils.logging.disable_progress_bar()
 

@@ -9,7 +9,6 @@ import time
 import warnings
 from dataclasses import fields
 from pathlib import Path
-from typing import Callable
 
 import common
 from smollm3_neuron import device, hf_config, models, vllm_serving
@@ -103,12 +102,18 @@ def lower(args: argparse.Namespace, settings: Settings) -> None:
     print(f"\n{output}: the graphs, {report.REPORT} and report.txt")
 
 
-def advance(bar: tqdm) -> Callable[[int, int], None]:
-    def on_progress(count: int, total: int) -> None:
-        bar.total = total
-        bar.update(count)
+class Progress:
+    """A bar that comes with the first count and goes with the last one."""
 
-    return on_progress
+    def __init__(self, **options):
+        self.options, self.bar = options, None
+
+    def __call__(self, count: int, total: int) -> None:
+        if self.bar is None:
+            self.bar = tqdm(total=total, leave=False, disable=None, **self.options)
+        self.bar.update(count)
+        if self.bar.n >= total:
+            self.bar.close()
 
 
 def main() -> None:
@@ -141,23 +146,19 @@ def main() -> None:
     def on_step(step: str) -> None:
         print(f"[{time.perf_counter() - began:6.1f} s] {step} ...", flush=True)
 
-    with (
-        tqdm(unit="B", unit_scale=True, leave=False, disable=None) as on_bytes,
-        tqdm(unit="part", leave=False, disable=None) as on_part,
-    ):
-        artifact = compile_artifact(
-            folder,
-            output,
-            settings,
-            place,
-            name=name,
-            revision=revision,
-            weights_only=args.weights_only,
-            merge_adapter=args.merge_adapter,
-            on_step=on_step,
-            on_bytes=advance(on_bytes),
-            on_part=advance(on_part),
-        )
+    artifact = compile_artifact(
+        folder,
+        output,
+        settings,
+        place,
+        name=name,
+        revision=revision,
+        weights_only=args.weights_only,
+        merge_adapter=args.merge_adapter,
+        on_step=on_step,
+        on_bytes=Progress(unit="B", unit_scale=True),
+        on_part=Progress(unit="part"),
+    )
     print(f"\n{artifact.path}: {name}, tp_degree {args.tp}, in {time.perf_counter() - began:.1f} s")
     if place == "cpu":
         because = artifact.exported_because

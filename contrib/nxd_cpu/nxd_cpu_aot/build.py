@@ -39,7 +39,7 @@ def obstacle(tp_degree: int, weight_bytes: int) -> Optional[str]:
 def compile_ahead(
     graphs: Sequence[Graph], folder: str, on_part: Callable[[int, int], None] = lambda count, total: None
 ) -> None:
-    """Write `compiled/` into an artifact's folder, for `load`. `on_part` is called with (1, parts in all) after each.
+    """Write `compiled/` into an artifact's folder, for `load`. `on_part` is called with (parts just compiled, of all).
 
     RuntimeError of one line, and nothing is written, if torch or the C++ compiler fails.
     """
@@ -47,6 +47,7 @@ def compile_ahead(
 
     kinds: Dict[str, Part] = {}
     plans = [plan(graph, kinds) for graph in graphs]
+    on_part(0, len(kinds))
     with tempfile.TemporaryDirectory(prefix="nxd_cpu_aot-") as scratch:
         made = []
         for number, part in enumerate(kinds.values()):
