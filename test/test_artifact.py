@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from smollm3_neuron import artifact as artifacts
+from smollm3_neuron import staging
 from smollm3_neuron.artifact import MANIFEST, Settings, compile_artifact, open_artifact
 from smollm3_neuron.errors import SmolLM3Error
 from smollm3_neuron.models import tiny_folder
@@ -174,11 +175,28 @@ def test_weights_only_keeps_the_graphs(copy, tmp_path):
 
 
 def test_two_compiles_to_one_folder_do_not_meet(tmp_path):
-    with artifacts._staging(tmp_path / "tiny") as staging:
+    with staging.staged(tmp_path / "tiny") as folder:
         (result,) = fork(tmp_path, [{"output": str(tmp_path / "tiny"), "settings": SETTINGS}])
         assert result["status"] == 2 and "another compile is writing it" in result["said"]
-        (staging / "mine").touch()
+        (folder / "mine").touch()
     assert files_of(tmp_path / "tiny") == ["mine"] and left_behind(tmp_path, "tiny") == []
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_replaced_artifact_is_there_at_any_time(at_once, tmp_path, monkeypatch):
+    """In one call of the kernel, so that no kill can come between; in two where a file system has no such call."""
+    output, steps = tmp_path / "tiny", []
+    for content in ("old", "new"):
+        with monkeypatch.context() as patch:
+            if content == "new":
+                rename = Path.rename
+                patch.setattr(Path, "rename", lambda path, to: steps.append(to.name) or rename(path, to))
+                if not at_once:
+                    patch.setattr(staging, "RENAME_EXCHANGE", 1 << 30)  # refused: invalid argument
+            with staging.staged(output) as folder:
+                (folder / content).touch()
+    assert files_of(output) == ["new"] and left_behind(tmp_path, "tiny") == []
+    assert steps == ([] if at_once else ["replaced", "tiny"])
 
 
 @contextlib.contextmanager

@@ -6,26 +6,23 @@ under its name only when it is whole.
 """
 
 import contextlib
-import fcntl
-import glob
 import hashlib
 import importlib.metadata
 import json
 import math
-import os
 import shutil
-import tempfile
 import time
 import zlib
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Callable, Iterator, TextIO
+from typing import Any, Callable, Iterator
 
 from . import __version__, chat, hf_config
 from .errors import SmolLM3Error
 from .quantization import check_quantization
 from .sharding import ShardingPlan
+from .staging import staged
 from .switches import check_encoding
 
 FORMAT = 2
@@ -281,7 +278,7 @@ def compile_artifact(
     from . import checkpoint
 
     checkpoint.check_checkpoint(folder, SimpleNamespace(**values))
-    with _staging(output) as staging:
+    with staged(output) as staging:
         from .shard_writer import shard_bytes, write_shards
 
         config = build_config(folder, settings)
@@ -392,56 +389,6 @@ def versions() -> dict[str, str | None]:
         except importlib.metadata.PackageNotFoundError:
             found[package] = None
     return found
-
-
-@contextlib.contextmanager
-def _staging(output: Path) -> Iterator[Path]:
-    """A private folder beside `output` that takes its name on success; one compile at a time, what a killed one left goes."""
-    output = output.absolute()
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        lock = _lock(output)
-    except OSError as error:
-        raise SmolLM3Error(f"{output.parent}: cannot write there ({error.strerror}); choose another --output") from None
-    with lock:
-        for left in output.parent.glob(f".{glob.escape(output.name)}.partial-*"):
-            shutil.rmtree(left, ignore_errors=True)
-        staging = Path(tempfile.mkdtemp(prefix=f".{output.name}.partial-", dir=output.parent))
-        work_dir = os.environ.get("BASE_COMPILE_WORK_DIR")
-        os.environ["BASE_COMPILE_WORK_DIR"] = f"{staging}/.work/"  # the library's default is shared by all of /tmp
-        try:
-            (staging / "artifact").mkdir()
-            yield staging / "artifact"
-            if output.exists():
-                output.rename(staging / "replaced")
-            (staging / "artifact").rename(output)
-        except OSError as error:
-            if error.errno is None:
-                raise
-            raise SmolLM3Error(f"{error.filename or output}: {error.strerror}; nothing was written to {output}") from error
-        finally:
-            if work_dir is None:
-                del os.environ["BASE_COMPILE_WORK_DIR"]
-            else:
-                os.environ["BASE_COMPILE_WORK_DIR"] = work_dir
-            shutil.rmtree(staging, ignore_errors=True)
-            os.unlink(lock.name)
-
-
-def _lock(output: Path) -> TextIO:
-    """The open lock file of `output`, held; SmolLM3Error where another process holds it."""
-    while True:
-        lock = open(output.parent / f".{output.name}.lock", "w")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.close()
-            raise SmolLM3Error(f"{output}: another compile is writing it; wait for it or choose another --output") from None
-        # the one who held it may have removed the file between our open and our lock
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(lock.fileno()), os.stat(lock.name)):
-                return lock
-        lock.close()
 
 
 def _identity(folder: Path) -> dict[str, Any]:
