@@ -77,7 +77,9 @@ def main() -> None:
     try:
         report = validate(
             artifact.load(),
-            Reference(folder, getattr(torch, settings.torch_dtype), artifact.adapter),
+            Reference(
+                folder, getattr(torch, settings.torch_dtype), artifact.adapter, settings if settings.quantized else None
+            ),
             cases,
             args.max_new_tokens,
             barred_token_ids=artifact.eos_token_ids(),

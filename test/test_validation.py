@@ -334,6 +334,37 @@ def test_a_float32_file_of_bfloat16_values_is_the_bfloat16_file(bases, tmp_path)
         assert report.verdict != WRONG, report.cases[0].reason
 
 
+@pytest.mark.parametrize("quantization_type, quantization_dtype", [
+    ("per_tensor_symmetric", "int8"), ("per_channel_symmetric", "int8"), ("per_channel_symmetric", "f8e4m3"),
+])  # fmt: skip
+def test_8_bit_weights_are_judged_by_what_they_stand_for(quantization_type, quantization_dtype, bases, tmp_path):
+    """The shards of a quantized artifact, each value times its scale, run as whole weights: right beside transformers with the
+    same settings, wrong beside the checkpoint."""
+    from safetensors.torch import load_file, save_file
+    from smollm3_neuron.artifact import Settings, build_config
+    from smollm3_neuron.shard_writer import write_shards
+    from smollm3_neuron.validation import IDENTICAL, WRONG, Case, Reference, validate
+
+    app, ranks = load(bases["plain"], tmp_path / "whole")
+    of_8_bits = {"quantized": True, "quantization_type": quantization_type, "quantization_dtype": quantization_dtype}
+    settings = Settings(tp_degree=1, seq_len=SEQ_LEN, torch_dtype="float32", **of_8_bits)
+    write_shards(bases["plain"], build_config(bases["plain"], settings), tmp_path / "quantized")
+    (file,) = (tmp_path / "quantized").iterdir()
+    shard = load_file(file)
+    scales = {name.replace("scale", "weight"): shard.pop(name) for name in list(shard) if name.endswith(".scale")}
+    assert len(scales) > 20
+    shard = {name: tensor.float() * scales[name] if name in scales else tensor for name, tensor in shard.items()}
+    (tmp_path / "standing").mkdir()
+    save_file(shard, tmp_path / "standing" / file.name)
+    type(ranks)(app, tmp_path / "standing")
+    cases = [Case("prompt", "", PROMPTS[1])]
+    verdicts = [
+        validate(app, Reference(bases["plain"], torch.float32, quantized=quantized), cases, 6).verdict
+        for quantized in (settings, None)
+    ]
+    assert verdicts == [IDENTICAL, WRONG]
+
+
 @pytest.mark.parametrize("tp_degree", [1, 2, 8])
 def test_bfloat16_of_float32_weights_is_a_near_tie_at_most(tp_degree, bases, judge, tmp_path):
     from smollm3_neuron.validation import IDENTICAL, NEAR_TIE

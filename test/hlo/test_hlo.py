@@ -21,8 +21,9 @@ from neuron_hlo.checks import faults
 from reference import make_checkpoint, reference_tokens
 from safetensors.torch import load_file, save_file
 from smollm3_neuron import hf_config, models
+from smollm3_neuron.artifact import Settings
 from smollm3_neuron.machines import Estimate
-from smollm3_neuron.rows import QuantizedRows
+from smollm3_neuron.reference import load_reference
 from transformers import LlamaConfig, SmolLM3ForCausalLM
 
 pytestmark = pytest.mark.hlo
@@ -198,18 +199,10 @@ def test_tokens_equal_transformers(release, cell, lowered, checkpoints, tmp_path
     assert lowered(release).tokens(cell.name) == expected_tokens(cell, checkpoint)
 
 
-def dequantized(
-    checkpoint, folder, quantized, quantization_type="per_tensor_symmetric", quantization_dtype="int8",
-    modules_to_not_convert=(),
-):  # fmt: skip
+def dequantized(checkpoint, folder, **options):
     """The checkpoint with the values that its quantized weights stand for, its head untied."""
-    model = SmolLM3ForCausalLM.from_pretrained(checkpoint)
-    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    model = load_reference(checkpoint, quantized=Settings(**options))
     model.config.tie_word_embeddings = False
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear) and name not in modules_to_not_convert:
-            rows = QuantizedRows(module.weight.data, quantization_type, quantization_dtype)
-            module.weight.data = rows[0 : len(rows)].float() * rows.scale
     model.save_pretrained(folder)
     return str(folder)
 

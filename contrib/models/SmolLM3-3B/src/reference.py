@@ -2,7 +2,7 @@
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Sequence
+from typing import Any, Sequence
 
 import torch
 from transformers import SmolLM3Config, SmolLM3ForCausalLM
@@ -11,6 +11,8 @@ from . import hf_config
 from .adapter import Adapter
 from .checkpoint import PREFIX
 from .generation import Generated
+from .quantization import quantized_linears
+from .rows import QuantizedRows
 
 # Of the published results of this model on Neuron; the first two are the math prompts.
 PUBLISHED_PROMPTS = (
@@ -24,20 +26,28 @@ PUBLISHED_PROMPTS = (
 
 
 def load_reference(
-    folder: str | Path, dtype: torch.dtype = torch.float32, adapter: str | Path | None = None
+    folder: str | Path, dtype: torch.dtype = torch.float32, adapter: str | Path | None = None, quantized: Any = None
 ) -> SmolLM3ForCausalLM:
     """The checkpoint in `folder`, whichever spelling its config has (transformers 4 does not read transformers 5's), with
-    the PEFT adapter in that folder merged."""
+    the PEFT adapter in that folder merged, and its weights as the settings `quantized` (artifact.Settings) leave them: each
+    8-bit value times its scale."""
     values, config = hf_config.read_config(folder), SmolLM3Config.from_pretrained(folder)
     config.rope_theta, config.rope_scaling = values["rope_theta"], values["rope_scaling"]
     model = SmolLM3ForCausalLM.from_pretrained(folder, config=config, dtype=dtype).eval()
-    if adapter is None:
+    linears = quantized_linears(SimpleNamespace(**values, neuron_config=quantized)) if quantized else set()
+    if adapter is None and not linears:
         return model
-    merge = Adapter(adapter, SimpleNamespace(**values))
+    merge = adapter and Adapter(adapter, SimpleNamespace(**values))
     if model.lm_head.weight is model.model.embed_tokens.weight:
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
     for name, parameter in model.named_parameters():
-        parameter.data = merge.merged(name.removeprefix(PREFIX), parameter.data, dtype)[:].to(dtype)
+        name, rows = name.removeprefix(PREFIX), parameter.data
+        is_quantized = name.removesuffix(".weight") in linears
+        if merge:
+            rows = merge.merged(name, rows, torch.float32 if is_quantized else dtype)
+        if is_quantized:
+            rows = QuantizedRows(rows, quantized.quantization_type, quantized.quantization_dtype)
+        parameter.data = (rows[:].float() * rows.scale if is_quantized else rows[:]).to(dtype)
     return model
 
 

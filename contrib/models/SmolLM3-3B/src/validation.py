@@ -7,6 +7,7 @@ validation the tolerances go by top-k (`tol_map`), and two answers may part wher
 (`divergence_difference_tol`).
 """
 
+import functools
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -115,10 +116,12 @@ class Report:
 
 
 class Reference:
-    """transformers in `dtype` and in the next wider one; one of the two is in memory at a time, answers are kept."""
+    """transformers in `dtype` and in the next wider one, as `load_reference` makes it; one of the two is in memory at a time,
+    answers are kept."""
 
-    def __init__(self, folder: str | Path, dtype: torch.dtype, adapter: str | Path | None = None):
-        self.folder, self.dtype, self.wider, self.adapter = folder, dtype, WIDER[dtype], adapter
+    def __init__(self, folder: str | Path, dtype: torch.dtype, adapter: str | Path | None = None, quantized: Any = None):
+        self.dtype, self.wider = dtype, WIDER[dtype]
+        self._load = functools.partial(load_reference, folder, adapter=adapter, quantized=quantized)
         self._loaded: tuple[torch.dtype, Any] | None = None
         self._logits: dict[tuple, torch.Tensor] = {}
         self._greedy: dict[tuple, list[int]] = {}
@@ -126,7 +129,7 @@ class Reference:
     def _model(self, dtype: torch.dtype):
         if self._loaded is None or self._loaded[0] != dtype:
             self._loaded = None  # before the other one is read
-            self._loaded = dtype, load_reference(self.folder, dtype, self.adapter)
+            self._loaded = dtype, self._load(dtype)
         return self._loaded[1]
 
     @torch.no_grad()
