@@ -114,7 +114,7 @@ def main() -> None:
     check_args(args)
     place = device.choose_place(args.device)
     artifact = open_artifact(args.artifact, place, tp_degree=args.tp, verify=args.verify)
-    from smollm3_neuron.generation import Sampling, generate
+    from smollm3_neuron.generation import Sampling, check_prompts, generate
 
     sampling = Sampling(**sampling_asked_for(args, artifact), seed=args.seed)
     if place == "cpu":
@@ -123,6 +123,8 @@ def main() -> None:
     tokenizer = artifact.tokenizer()
     texts = chat_prompts(args, tokenizer) if args.chat else args.prompts
     prompts = tokenizer(texts, add_special_tokens=not args.chat)["input_ids"]
+    max_new_tokens = NEW_TOKENS if args.max_new_tokens is None else args.max_new_tokens
+    check_prompts(prompts, max_new_tokens, artifact.settings.max_context_length)
     if args.max_new_tokens is not None:
         say_what_is_left(args.max_new_tokens, prompts, artifact.settings.seq_len)
     model = artifact.load()
@@ -130,7 +132,7 @@ def main() -> None:
     generate(
         model,
         prompts,
-        NEW_TOKENS if args.max_new_tokens is None else args.max_new_tokens,
+        max_new_tokens,
         eos_token_ids=artifact.eos_token_ids(),
         pad_token_id=tokenizer.pad_token_id or 0,
         sampling=sampling,

@@ -92,18 +92,17 @@ def broken(folder: Path, what: str) -> None:
     weights = folder / "model.safetensors"
     if what == "no config":
         (folder / "config.json").unlink()
-    elif what == "truncated config":
-        (folder / "config.json").write_text(json.dumps(config)[:-9])
     elif what == "another model":
         (folder / "config.json").write_text(json.dumps({**config, "model_type": "llama"}))
     elif what == "short schedule":
         (folder / "config.json").write_text(json.dumps({**config, "no_rope_layers": [1, 0]}))
     elif what == "other shapes":
         (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 64}))
+    elif what.startswith("truncated "):
+        file = folder / what.removeprefix("truncated ")
+        file.write_bytes(file.read_bytes()[:-9])
     elif what == "no weights":
         weights.unlink()
-    elif what == "truncated weights":
-        weights.write_bytes(weights.read_bytes()[:-100])
     elif what == "torn header":
         weights.write_bytes(weights.read_bytes()[:50])
     elif what == "missing shard":
@@ -114,12 +113,12 @@ def broken(folder: Path, what: str) -> None:
     "what, parts",
     [
         ("no config", ["no config.json there"]),
-        ("truncated config", ["config.json: not valid JSON"]),
+        *((f"truncated {name}.json", [f"{name}.json: not valid JSON"]) for name in ("config", "tokenizer", "generation_config")),
         ("another model", ["model_type is 'llama'", "'smollm3'"]),
         ("short schedule", ["no_rope_layers has 2 entries", "8"]),
         ("other shapes", ["mlp", "config.json asks for"]),
         ("no weights", ["neither model.safetensors.index.json nor model.safetensors there"]),
-        ("truncated weights", ["model.safetensors: not a whole safetensors file"]),
+        ("truncated model.safetensors", ["model.safetensors: not a whole safetensors file"]),
         ("torn header", ["model.safetensors: not a whole safetensors file"]),
         ("missing shard", ["gone.safetensors: missing"]),
     ],

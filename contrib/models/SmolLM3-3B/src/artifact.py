@@ -278,6 +278,7 @@ def compile_artifact(
     from . import checkpoint
 
     checkpoint.check_checkpoint(folder, SimpleNamespace(**values))
+    _check_json(folder)
     with staged(output) as staging:
         from .shard_writer import shard_bytes, write_shards
 
@@ -389,6 +390,15 @@ def versions() -> dict[str, str | None]:
         except importlib.metadata.PackageNotFoundError:
             found[package] = None
     return found
+
+
+def _check_json(folder: Path) -> None:
+    """SmolLM3Error for a file of the tokenizer's that is cut off or else no JSON."""
+    for path in (folder / file for file in TOKENIZER_FILES if file.endswith(".json")):
+        try:
+            json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        except ValueError as error:
+            raise SmolLM3Error(f"{path}: not valid JSON ({error}); download it again") from None
 
 
 def _identity(folder: Path) -> dict[str, Any]:

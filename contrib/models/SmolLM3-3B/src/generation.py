@@ -95,6 +95,20 @@ def decode_inputs(tokens: Sequence[int], positions: Sequence[int]) -> dict[str, 
     )
 
 
+def check_prompts(prompts: Sequence[Sequence[int]], max_new_tokens: int, max_context_length: int) -> None:
+    """SmolLM3Error for what `generate` cannot take, before a model is loaded for it."""
+    if max_new_tokens < 1:
+        raise SmolLM3Error(f"max_new_tokens is {max_new_tokens}, allowed is a whole number of at least 1")
+    for index, prompt in enumerate(prompts):
+        if not prompt:
+            raise SmolLM3Error(f"prompt {index} has no tokens: write something in it")
+        if len(prompt) > max_context_length:
+            raise SmolLM3Error(
+                f"prompt {index} has {len(prompt)} tokens, the artifact's context takes {max_context_length}: shorten it, or "
+                "compile with a larger --max-context-length"
+            )
+
+
 @torch.no_grad()
 def generate(
     model,
@@ -117,16 +131,7 @@ def generate(
     max_context_length.
     """
     neuron_config = model.config.neuron_config
-    if max_new_tokens < 1:
-        raise SmolLM3Error(f"max_new_tokens is {max_new_tokens}, allowed is a whole number of at least 1")
-    for index, prompt in enumerate(prompts):
-        if not prompt:
-            raise SmolLM3Error(f"prompt {index} has no tokens: write something in it")
-        if len(prompt) > neuron_config.max_context_length:
-            raise SmolLM3Error(
-                f"prompt {index} has {len(prompt)} tokens, the artifact's context takes {neuron_config.max_context_length}: "
-                "shorten it, or compile with a larger --max-context-length"
-            )
+    check_prompts(prompts, max_new_tokens, neuron_config.max_context_length)
     results = [Generated() for _ in prompts]
     for first in range(0, len(prompts), neuron_config.batch_size):
         group = slice(first, first + neuron_config.batch_size)
