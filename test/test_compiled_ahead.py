@@ -178,7 +178,7 @@ def test_what_cannot_be_loaded_is_named(ahead, tmp_path):
 def test_the_default_is_what_pays():
     from nxd_cpu_aot.build import LEAST_BYTES, obstacle
 
-    assert "at tp_degree 2 the ranks are threads" in obstacle(2, LEAST_BYTES)
+    assert "at tp_degree 2 ranks are threads" in obstacle(2, LEAST_BYTES)
     assert f"{(LEAST_BYTES - 1) / 1e6:.1f} MB" in obstacle(1, LEAST_BYTES - 1)
 
 

@@ -23,7 +23,7 @@ LEAST_BYTES = 64 << 20  # of weights: below it a step takes a few ms as it is
 def obstacle(tp_degree: int, weight_bytes: int) -> Optional[str]:
     """Why graphs are not to be compiled ahead of time; None: they can be."""
     if tp_degree > 1:
-        return f"at tp_degree {tp_degree} the ranks are threads, which machine code would run one after the other"
+        return f"at tp_degree {tp_degree} ranks are threads, which machine code would run in turns; tp_degree 1 is fast"
     if weight_bytes < LEAST_BYTES:
         return f"{weight_bytes / 1e6:.1f} MB of weights are too few to gain by it"
     from torch._inductor.cpp_builder import get_cpp_compiler
