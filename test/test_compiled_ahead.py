@@ -104,8 +104,7 @@ def test_narrow_dtypes_are_right_or_near_ties(dtype, ahead, worth_it, tmp_path):
 def test_one_part_per_kind_of_layer_and_bucket(ahead, progress):
     """Two submodels: before the layers, RoPE, NoPE, after the layers."""
     assert progress == [(0, 8), *[(1, 8)] * 8]
-    parts = {file for file in ahead.manifest["files"] if file.endswith(".so")}
-    assert parts == {f"compiled/{number}.so" for number in range(8)}
+    assert sum(file.endswith(".so") for file in ahead.manifest["files"]) == 8
 
 
 @pytest.mark.parametrize("layers", [4, 16])
@@ -151,26 +150,67 @@ def test_kept_graphs_stay_compiled(ahead, worth_it, tmp_path):
 
 def test_a_damaged_part_is_named(ahead, tmp_path):
     copy = shutil.copytree(ahead.path, tmp_path / "copy")
-    part = copy / "compiled/3.so"
+    part = next(copy.glob("compiled/*.so"))
     part.write_bytes(part.read_bytes()[:-1] + b"?")
-    with pytest.raises(SmolLM3Error, match="3.so: damaged"):
+    with pytest.raises(SmolLM3Error, match=f"{part.name}: damaged"):
         open_artifact(copy, "cpu")
 
 
-def test_another_cpu_is_refused(ahead, monkeypatch):
-    from nxd_cpu_aot import run
+def test_another_cpu_is_refused_and_compiled_for(ahead, worth_it, monkeypatch, tmp_path):
+    from nxd_cpu_aot import build, run
 
+    copy = shutil.copytree(ahead.path, tmp_path / "copy")
     lost = sorted(run.cpu_features())[0]
     monkeypatch.setattr(run, "cpu_features", lambda features=run.cpu_features(): features - {lost})
     with pytest.raises(SmolLM3Error, match=f"compiled for a CPU with {lost}, which this one lacks: compile again"):
         ahead.load()
+    with pytest.raises(SmolLM3Error, match=f"compiled for a CPU with {lost}"):
+        compile_artifact(tiny_folder(), copy, SETTINGS, "cpu", weights_only=True)
+
+    def stop(*arguments):
+        raise RuntimeError("it was compiled again")
+
+    monkeypatch.setattr(build, "compile_ahead", stop)
+    assert compile_artifact(tiny_folder(), copy, SETTINGS, "cpu").exported_because == "it was compiled again"
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self, factor):
+        super().__init__()
+        self.factor, self.weight = factor, torch.nn.Parameter(torch.empty(4, device="meta"))
+
+    def forward(self, x):
+        return [x * self.weight * self.factor]
+
+
+def test_another_model_in_the_place_of_a_loaded_one(tmp_path):
+    """The loader keeps a library for good, by its path."""
+    from neuronx_distributed_inference._graph import export_graph
+    from nxd_cpu_aot.build import compile_ahead
+    from nxd_cpu_aot.run import load
+
+    folder, ones = tmp_path / "artifact", torch.ones(4)
+    for factor in (2.0, 3.0):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        compile_ahead([export_graph(Scaled(factor), "tag", 1, [ones])], str(folder))
+        assert load(str(folder))[0](ones, ones).tolist() == [factor] * 4
+
+
+def test_a_token_outside_the_vocabulary_is_refused(ahead):
+    """Machine code would end the process."""
+    from smollm3_neuron.generation import generate
+
+    for token in (512, -1):
+        with pytest.raises(SmolLM3Error, match=f"prompt 1 has tokens from .*{token}.*allowed is 0 to 511"):
+            generate(ahead.load(), [[5], [5, token]], 1)
 
 
 def test_what_cannot_be_loaded_is_named(ahead, tmp_path):
     from nxd_cpu_aot import run
 
     folder = shutil.copytree(ahead.path, tmp_path / "copy")
-    (folder / "compiled/0.so").write_text("not a library")
+    next(folder.glob("compiled/*.so")).write_text("not a library")
     with pytest.raises(ValueError, match="cannot be loaded .*: compile again"):
         run.load(str(folder))
 
@@ -180,6 +220,50 @@ def test_the_default_is_what_pays():
 
     assert "at tp_degree 2 ranks are threads" in obstacle(2, LEAST_BYTES)
     assert f"{(LEAST_BYTES - 1) / 1e6:.1f} MB" in obstacle(1, LEAST_BYTES - 1)
+
+
+def test_a_compiler_that_cannot_be_run_is_none(monkeypatch, tmp_path):
+    from torch._inductor import config
+
+    from nxd_cpu_aot.build import LEAST_BYTES, obstacle
+
+    monkeypatch.setattr(config.cpp, "cxx", (None, str(tmp_path)))  # a folder: as CXX has it
+    assert "no C++ compiler was found" in obstacle(1, LEAST_BYTES)
+
+
+def test_a_fault_of_torch_without_a_message_has_one(worth_it, monkeypatch, tmp_path):
+    from torch._inductor.exc import InductorError
+
+    from nxd_cpu_aot import build
+
+    def fail(*arguments):
+        raise InductorError(AssertionError(), None)
+
+    monkeypatch.setattr(build, "obstacle", lambda *arguments: None)
+    monkeypatch.setattr(build, "_compile", fail)
+    artifact = compile_artifact(tiny_folder(), tmp_path / "tiny", SETTINGS, "cpu")
+    assert artifact.exported_because.startswith("torch could not compile them: AssertionError")
+
+
+def test_a_cache_that_torch_cannot_make_is_named(tmp_path):
+    """In a process of its own: torch makes it as it is imported."""
+    file = tmp_path / "file"
+    file.write_text("")
+    (tmp_path / "main.py").write_text(f"""
+import common
+from pathlib import Path
+from smollm3_neuron.artifact import Settings, compile_artifact
+from smollm3_neuron.runtime import ensure_neuronx
+ensure_neuronx()
+from nxd_cpu_aot import build
+build.LEAST_BYTES = 0
+output = Path({str(tmp_path / "tiny")!r})
+common.run(lambda: compile_artifact(Path({str(tiny_folder())!r}), output, Settings(tp_degree=1), "cpu"))
+""")
+    paths = os.pathsep.join([str(ROOT / "scripts"), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(file), "PYTHONPATH": paths}
+    done = subprocess.run([sys.executable, tmp_path / "main.py"], capture_output=True, text=True, env=environment)
+    assert done.returncode == 2 and f"{file}: cannot write torch's cache there" in done.stderr, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("compiler, said", [

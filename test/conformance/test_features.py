@@ -201,7 +201,7 @@ def on_nxd_cpu(job, folder, place=CPU):
         if place == PARTS:
             kinds = {}
             plans = [plan(graph, kinds) for graph in model.graphs]
-            parts = {f"{number}.so": Uncompiled(part) for number, part in enumerate(kinds.values())}
+            parts = {file: Uncompiled(part) for file, part in kinds.items()}
             model.graphs = [CompiledGraph(plan, parts) for plan in plans]
             model.load_weights(artifact)
 

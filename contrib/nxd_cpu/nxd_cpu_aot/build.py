@@ -1,5 +1,6 @@
 """Compile the parts of graphs, once each, and write how a step runs them."""
 
+import hashlib
 import json
 import tempfile
 import warnings
@@ -21,7 +22,7 @@ LEAST_BYTES = 64 << 20  # of weights: below it a step takes a few ms as it is
 
 
 def obstacle(tp_degree: int, weight_bytes: int) -> Optional[str]:
-    """Why graphs are not to be compiled ahead of time; None: they can be."""
+    """Why graphs are not to be compiled ahead of time; None: they can be. OSError where torch cannot make its cache."""
     if tp_degree > 1:
         return f"at tp_degree {tp_degree} ranks are threads, which machine code would run in turns; tp_degree 1 is fast"
     if weight_bytes < LEAST_BYTES:
@@ -31,7 +32,7 @@ def obstacle(tp_degree: int, weight_bytes: int) -> Optional[str]:
 
     try:
         get_cpp_compiler()
-    except InvalidCxxCompiler:
+    except (InvalidCxxCompiler, OSError):
         return "no C++ compiler was found (g++, or what CXX names)"
     return None
 
@@ -45,31 +46,32 @@ def compile_ahead(
     """
     from torch._inductor.exc import CppCompileError, InductorError
 
-    kinds: Dict[str, Part] = {}
+    kinds: Dict[str, Part] = {}  # by file
     plans = [plan(graph, kinds) for graph in graphs]
     on_part(0, len(kinds))
     with tempfile.TemporaryDirectory(prefix="nxd_cpu_aot-") as scratch:
-        made = []
-        for number, part in enumerate(kinds.values()):
-            made.append(Path(scratch, f"{number}.so"))
+        for file, part in kinds.items():
             try:
-                _compile(part, made[-1])
+                _compile(part, Path(scratch, file))
             except (CppCompileError, InductorError) as error:
-                raise RuntimeError(_one_line(getattr(error, "inner_exception", error))) from error
+                raise RuntimeError(_one_line(error)) from error
             on_part(1, len(kinds))
         target = Path(folder, FOLDER)
         target.mkdir()
-        for file in made:
-            Path(target, file.name).write_bytes(file.read_bytes())
+        for file in kinds:
+            Path(target, file).write_bytes(Path(scratch, file).read_bytes())
     Path(target, PLAN).write_text(json.dumps(dict(cpu=sorted(cpu_features()), graphs=plans)))
 
 
 def _one_line(error: Exception) -> str:
     """The compiler's first error, or the first line of torch's own."""
-    if not hasattr(error, "cmd"):
-        return f"torch could not compile them: {str(error).strip().splitlines()[0]}"
-    lines = error.output.splitlines() or ["it said nothing"]
-    return f"the C++ compiler {error.cmd[0]} failed: {next((line for line in lines if 'error' in line), lines[-1])}"
+    from torch._inductor.exc import CppCompileError
+
+    inner = getattr(error, "inner_exception", error)
+    if not isinstance(inner, CppCompileError):
+        return f"torch could not compile them: {str(error).splitlines()[0]}"
+    lines = inner.output.splitlines() or ["it said nothing"]
+    return f"the C++ compiler {inner.cmd[0]} failed: {next((line for line in lines if 'error' in line), lines[-1])}"
 
 
 def plan(graph: Graph, kinds: Dict[str, Part]) -> Dict[str, Any]:
@@ -95,8 +97,9 @@ def plan(graph: Graph, kinds: Dict[str, Part]) -> Dict[str, Any]:
                 free.append(size)
                 size += 1
             places[name] = free.pop()
-        file = f"{list(kinds).index(part.key) if part.key in kinds else len(kinds)}.so"
-        kinds.setdefault(part.key, part)
+        # by what it computes: under a path that a process has loaded before, it gets the library it has, not a new one
+        file = f"{hashlib.sha256(part.key.encode()).hexdigest()[:16]}.so"
+        kinds.setdefault(file, part)
         steps.append(dict(file=file, inputs=inputs, outputs=[places[name] for name in part.outputs]))
         free += [places[name] for name in part.inputs if last[name] == at and places[name] >= len(placeholders)]
     places = dict(size=size, output=places[output], steps=steps)

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any, Callable, Iterator
 
 from . import __version__, chat, hf_config
+from .cpu_graphs import check_loads, obstacle
 from .errors import SmolLM3Error
 from .quantization import check_quantization
 from .sharding import ShardingPlan
@@ -268,8 +269,6 @@ def compile_artifact(
     made_of = {"format": FORMAT, "place": place, "model": model, "settings": asdict(settings), "versions": versions()}
     made_of["exported_because"] = None
     if place == "cpu":
-        from nxd_cpu_aot.build import obstacle
-
         made_of["exported_because"] = obstacle(settings.tp_degree, sum(size for _, size, _ in model["weights"]))
     standing = _standing(output, place, made_of, weights_only)
     if standing and not weights_only:
@@ -338,9 +337,11 @@ def _standing(output: Path, place: str, made_of: dict[str, Any], weights_only: b
     if not weights_only:
         with contextlib.suppress(SmolLM3Error):
             standing = open_artifact(output, place)
+            check_loads(standing)
             return standing if {key: standing.manifest[key] for key in made_of} == made_of else None
         return None
     standing = open_artifact(output, place)
+    check_loads(standing)
     wanted = {**made_of["settings"], "config_sha256": made_of["model"]["config_sha256"]}
     there = {**asdict(standing.settings), "config_sha256": standing.manifest["model"]["config_sha256"]}
     for key, value in wanted.items():

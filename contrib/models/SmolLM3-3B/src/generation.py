@@ -127,11 +127,17 @@ def generate(
 
     `on_token(prompt index, token)` is called as tokens come. A row ends at an EOS, after max_new_tokens, or where the
     model's seq_len is full. `forced` (teacher forcing) are, per prompt, the tokens that are fed in the place of the
-    model's own choices, as many of which come back. Raises SmolLM3Error for an empty prompt or one longer than
-    max_context_length.
+    model's own choices, as many of which come back. Raises SmolLM3Error for an empty prompt, one longer than
+    max_context_length or a token that the vocabulary has not.
     """
     neuron_config = model.config.neuron_config
     check_prompts(prompts, max_new_tokens, neuron_config.max_context_length)
+    for index, prompt in enumerate(prompts):
+        if not 0 <= min(prompt) <= max(prompt) < model.config.vocab_size:
+            raise SmolLM3Error(
+                f"prompt {index} has tokens from {min(prompt)} to {max(prompt)}, allowed is 0 to "
+                f"{model.config.vocab_size - 1}: is the tokenizer another model's?"
+            )
     results = [Generated() for _ in prompts]
     for first in range(0, len(prompts), neuron_config.batch_size):
         group = slice(first, first + neuron_config.batch_size)
