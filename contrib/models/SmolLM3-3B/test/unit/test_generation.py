@@ -13,7 +13,8 @@ class Counter:
 
     def __init__(self, batch_size=2, seq_len=16, max_context_length=8):
         self.config = SimpleNamespace(
-            neuron_config=SimpleNamespace(batch_size=batch_size, seq_len=seq_len, max_context_length=max_context_length)
+            vocab_size=VOCAB,
+            neuron_config=SimpleNamespace(batch_size=batch_size, seq_len=seq_len, max_context_length=max_context_length),
         )
 
     def reset(self):
