@@ -28,9 +28,12 @@ def make_checkpoint(folder: Path, config: dict) -> None:
     weight_map = {}
     for number, part in enumerate((shapes[: len(shapes) // 2], shapes[len(shapes) // 2 :]), 1):
         file = f"model-0000{number}-of-00002.safetensors"
-        tensors = {f"model.{n}": torch.empty(s, dtype=torch.bfloat16).normal_(std=0.02) for n, s in part}
+        tensors = {
+            name if name.startswith("lm_head") else f"model.{name}": torch.empty(shape, dtype=torch.bfloat16).normal_(std=0.02)
+            for name, shape in part
+        }
         save_file(tensors, folder / file, {"format": "pt"})
-        weight_map |= {f"model.{name}": file for name, _ in part}
+        weight_map |= dict.fromkeys(tensors, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     (folder / "config.json").write_text(json.dumps(config))
 

@@ -3,6 +3,7 @@
 import argparse
 import json
 import logging
+import shlex
 import sys
 import tempfile
 import time
@@ -167,7 +168,7 @@ def main() -> None:
         print(f"  {file:<44} {entry['size'] / 1e6:10.2f} MB")
     if args.for_vllm:
         print(f"\nServe it: {vllm_serving.serve_command(artifact)}")
-    print(f'\nRun it: python scripts/generate.py {artifact.path} "The square root of 144 is"')
+    print(f'\nRun it: python scripts/generate.py {shlex.quote(str(artifact.path))} "The square root of 144 is"')
 
 
 if __name__ == "__main__":

@@ -374,6 +374,20 @@ def test_bfloat16_of_float32_weights_is_a_near_tie_at_most(tp_degree, bases, jud
     assert report.verdict in (IDENTICAL, NEAR_TIE), [case.reason for case in report.cases]
 
 
+def test_a_reference_that_lacks_a_weight_is_none(bases, tmp_path):
+    """The package reads a head under either name, transformers under one: it would be random."""
+    from smollm3_neuron.errors import SmolLM3Error
+    from smollm3_neuron.reference import load_reference
+
+    def rename(weights):
+        weights["model.lm_head.weight"] = weights.pop("lm_head.weight")
+
+    folder = copy(bases["untied"], tmp_path / "copy", None, rename)
+    with pytest.raises(SmolLM3Error, match="transformers finds no lm_head.weight there"):
+        load_reference(folder)
+    load_reference(bases["untied"]), load_reference(bases["plain"])
+
+
 def test_tolerances_that_are_none_are_refused():
     from smollm3_neuron.errors import SmolLM3Error
     from smollm3_neuron.validation import parse_tol_map

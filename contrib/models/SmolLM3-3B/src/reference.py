@@ -10,6 +10,7 @@ from transformers import SmolLM3Config, SmolLM3ForCausalLM
 from . import hf_config
 from .adapter import Adapter
 from .checkpoint import PREFIX
+from .errors import SmolLM3Error
 from .generation import Generated
 from .quantization import quantized_linears
 from .rows import QuantizedRows
@@ -30,10 +31,16 @@ def load_reference(
 ) -> SmolLM3ForCausalLM:
     """The checkpoint in `folder`, whichever spelling its config has (transformers 4 does not read transformers 5's), with
     the PEFT adapter in that folder merged, and its weights as the settings `quantized` (artifact.Settings) leave them: each
-    8-bit value times its scale."""
+    8-bit value times its scale. SmolLM3Error for weights that transformers does not find."""
     values, config = hf_config.read_config(folder), SmolLM3Config.from_pretrained(folder)
     config.rope_theta, config.rope_scaling = values["rope_theta"], values["rope_scaling"]
-    model = SmolLM3ForCausalLM.from_pretrained(folder, config=config, dtype=dtype).eval()
+    model, found = SmolLM3ForCausalLM.from_pretrained(folder, config=config, dtype=dtype, output_loading_info=True)
+    if found["missing_keys"]:  # it would be random
+        raise SmolLM3Error(
+            f"{folder}: transformers finds no {min(found['missing_keys'])} there, and so cannot be the reference; name the "
+            "weights as transformers does"
+        )
+    model.eval()
     linears = quantized_linears(SimpleNamespace(**values, neuron_config=quantized)) if quantized else set()
     if adapter is None and not linears:
         return model
