@@ -29,7 +29,7 @@ def library():
 
 @pytest.fixture
 def worth_it(monkeypatch):
-    from nxd_cpu_aot import build
+    from smollm3_neuron.cpu_graphs import build
 
     monkeypatch.setattr(build, "LEAST_BYTES", 0)
 
@@ -44,7 +44,7 @@ def ahead(tmp_path_factory, progress):
     """`tiny` at TP 1, compiled ahead of time: it is not by default."""
     if not shutil.which(os.environ.get("CXX", "g++")):
         pytest.skip("no C++ compiler here: the exported graphs are what runs")
-    from nxd_cpu_aot import build
+    from smollm3_neuron.cpu_graphs import build
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "LEAST_BYTES", 0)
@@ -112,7 +112,7 @@ def test_depth_adds_no_part(layers, tmp_path):
     from smollm3_neuron.artifact import build_config
     from smollm3_neuron.modeling_smollm3_3b import NeuronSmolLM3ForCausalLM
 
-    from nxd_cpu_aot.build import plan
+    from smollm3_neuron.cpu_graphs.build import plan
 
     config = json.loads((tiny_folder() / "config.json").read_text())
     config |= {"num_hidden_layers": layers, "no_rope_layers": [1, 1, 1, 0] * (layers // 4), "layer_types": None}
@@ -157,7 +157,7 @@ def test_a_damaged_part_is_named(ahead, tmp_path):
 
 
 def test_another_cpu_is_refused_and_compiled_for(ahead, worth_it, monkeypatch, tmp_path):
-    from nxd_cpu_aot import build, run
+    from smollm3_neuron.cpu_graphs import build, run
 
     copy = shutil.copytree(ahead.path, tmp_path / "copy")
     lost = sorted(run.cpu_features())[0]
@@ -186,8 +186,8 @@ class Scaled(torch.nn.Module):
 def test_another_model_in_the_place_of_a_loaded_one(tmp_path):
     """The loader keeps a library for good, by its path."""
     from neuronx_distributed_inference._graph import export_graph
-    from nxd_cpu_aot.build import compile_ahead
-    from nxd_cpu_aot.run import load
+    from smollm3_neuron.cpu_graphs.build import compile_ahead
+    from smollm3_neuron.cpu_graphs.run import load
 
     folder, ones = tmp_path / "artifact", torch.ones(4)
     for factor in (2.0, 3.0):
@@ -207,7 +207,7 @@ def test_a_token_outside_the_vocabulary_is_refused(ahead):
 
 
 def test_what_cannot_be_loaded_is_named(ahead, tmp_path):
-    from nxd_cpu_aot import run
+    from smollm3_neuron.cpu_graphs import run
 
     folder = shutil.copytree(ahead.path, tmp_path / "copy")
     next(folder.glob("compiled/*.so")).write_text("not a library")
@@ -216,7 +216,7 @@ def test_what_cannot_be_loaded_is_named(ahead, tmp_path):
 
 
 def test_the_default_is_what_pays():
-    from nxd_cpu_aot.build import LEAST_BYTES, obstacle
+    from smollm3_neuron.cpu_graphs.build import LEAST_BYTES, obstacle
 
     assert "at tp_degree 2 ranks are threads" in obstacle(2, LEAST_BYTES)
     assert f"{(LEAST_BYTES - 1) / 1e6:.1f} MB" in obstacle(1, LEAST_BYTES - 1)
@@ -225,7 +225,7 @@ def test_the_default_is_what_pays():
 def test_a_compiler_that_cannot_be_run_is_none(monkeypatch, tmp_path):
     from torch._inductor import config
 
-    from nxd_cpu_aot.build import LEAST_BYTES, obstacle
+    from smollm3_neuron.cpu_graphs.build import LEAST_BYTES, obstacle
 
     monkeypatch.setattr(config.cpp, "cxx", (None, str(tmp_path)))  # a folder: as CXX has it
     assert "no C++ compiler was found" in obstacle(1, LEAST_BYTES)
@@ -234,7 +234,7 @@ def test_a_compiler_that_cannot_be_run_is_none(monkeypatch, tmp_path):
 def test_a_fault_of_torch_without_a_message_has_one(worth_it, monkeypatch, tmp_path):
     from torch._inductor.exc import InductorError
 
-    from nxd_cpu_aot import build
+    from smollm3_neuron.cpu_graphs import build
 
     def fail(*arguments):
         raise InductorError(AssertionError(), None)
@@ -255,7 +255,7 @@ from pathlib import Path
 from smollm3_neuron.artifact import Settings, compile_artifact
 from smollm3_neuron.runtime import ensure_neuronx
 ensure_neuronx()
-from nxd_cpu_aot import build
+from smollm3_neuron.cpu_graphs import build
 build.LEAST_BYTES = 0
 output = Path({str(tmp_path / "tiny")!r})
 common.run(lambda: compile_artifact(Path({str(tiny_folder())!r}), output, Settings(tp_degree=1), "cpu"))
@@ -282,7 +282,7 @@ from pathlib import Path
 from smollm3_neuron.artifact import Settings, compile_artifact
 from smollm3_neuron.runtime import ensure_neuronx
 ensure_neuronx()
-from nxd_cpu_aot import build
+from smollm3_neuron.cpu_graphs import build
 from smollm3_neuron.generation import generate
 build.LEAST_BYTES = 0
 settings = Settings(tp_degree=1, seq_len=64, torch_dtype="float32")

@@ -31,7 +31,8 @@ def test_the_wheel_holds_one_top_level_package(tmp_path):
     sources = {p.relative_to(ROOT / "contrib/nxd_cpu").as_posix() for p in ROOT.glob("contrib/nxd_cpu/**/*.py")}
     carried = {n.removeprefix("smollm3_neuron/nxd_cpu/") for n in names if n.startswith("smollm3_neuron/nxd_cpu/")}
     assert sources <= carried and len(sources) > 10
-    own = {p.name for p in ROOT.glob("contrib/models/SmolLM3-3B/src/*.py")}
+    source = ROOT / "contrib/models/SmolLM3-3B/src"
+    own = {p.relative_to(source).as_posix() for p in source.rglob("*.py")}
     assert own <= {n.removeprefix("smollm3_neuron/") for n in names}
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")

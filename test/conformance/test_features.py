@@ -176,7 +176,7 @@ class Uncompiled:
     """A part of a graph that torch interprets, called as a compiled one."""
 
     def __init__(self, part):
-        from nxd_cpu_aot.build import write_products
+        from smollm3_neuron.cpu_graphs.build import write_products
 
         write_products(part.graph_module)
         self.run = lambda inputs: part.graph_module(*inputs)
@@ -189,14 +189,16 @@ def on_nxd_cpu(job, folder, place=CPU):
         pytest.skip("the Neuron SDK is installed here: nxd_cpu is not used")
     from smollm3_neuron.modeling_smollm3_3b import NeuronSmolLM3ForCausalLM
 
-    from nxd_cpu_aot.build import compile_ahead, plan
-    from nxd_cpu_aot.run import CompiledGraph
+    from smollm3_neuron.cpu_graphs.build import compile_ahead, plan
+    from smollm3_neuron.cpu_graphs.run import CompiledGraph, load
 
     def compile_and_load(model):
         artifact = folder / "artifact"
         model.compile(artifact)
         if place == AHEAD:
             compile_ahead(model.graphs, artifact)
+            model.graphs = load(artifact)
+            return model.load_weights(artifact)
         model.load(artifact)
         if place == PARTS:
             kinds = {}

@@ -178,7 +178,13 @@ class Artifact:
 
         model = NeuronSmolLM3ForCausalLM(str(self.path))
         try:
-            model.load(str(self.path))
+            if self.place == "cpu" and not self.exported_because:
+                from .cpu_graphs import run
+
+                model.graphs = run.load(str(self.path))
+                model.load_weights(str(self.path))
+            else:
+                model.load(str(self.path))
         except ValueError as error:
             if self.place == "neuron":
                 raise
@@ -299,7 +305,7 @@ def compile_artifact(
                 raise SmolLM3Error(f"{error}; leave it out") from None
             model.compile(str(staging))
             if place == "cpu" and not made_of["exported_because"]:
-                from nxd_cpu_aot.build import compile_ahead
+                from .cpu_graphs.build import compile_ahead
 
                 on_step("compiling the graphs ahead of time for this CPU")
                 try:

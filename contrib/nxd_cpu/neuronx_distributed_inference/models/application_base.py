@@ -3,7 +3,6 @@
 import os
 from typing import Dict, List, Optional, Type
 
-import nxd_cpu_aot.run
 import torch
 from torch import nn
 
@@ -87,8 +86,7 @@ class NeuronApplicationBase(nn.Module):
 
     def load(self, compiled_model_path, start_rank_id=None, local_ranks_size=None, skip_warmup=False) -> None:
         """Read the graphs, the shards and zeroed caches. FileNotFoundError or ValueError names a file not right."""
-        compiled_ahead = nxd_cpu_aot.run.load(compiled_model_path)
-        self.graphs = compiled_ahead or load_graphs(os.path.join(compiled_model_path, COMPILED_MODEL_FILE_NAME))
+        self.graphs = load_graphs(os.path.join(compiled_model_path, COMPILED_MODEL_FILE_NAME))
         self.load_weights(compiled_model_path, start_rank_id, local_ranks_size)
 
     def load_weights(self, compiled_model_path, start_rank_id=None, local_ranks_size=None) -> None:

@@ -12,9 +12,10 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.graph_signature import InputKind
 
-from nxd_cpu_aot.cut import Part, cut
-from nxd_cpu_aot.run import FOLDER, PLAN, cpu_features
 from neuronx_distributed_inference._graph import Graph
+
+from .cut import Part, cut
+from .run import FOLDER, PLAN, cpu_features
 
 _aten = torch.ops.aten
 MANY_ROWS = 32
@@ -49,7 +50,7 @@ def compile_ahead(
     kinds: Dict[str, Part] = {}  # by file
     plans = [plan(graph, kinds) for graph in graphs]
     on_part(0, len(kinds))
-    with tempfile.TemporaryDirectory(prefix="nxd_cpu_aot-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="cpu_graphs-") as scratch:
         for file, part in kinds.items():
             try:
                 _compile(part, Path(scratch, file))

@@ -1,11 +1,15 @@
-"""What CPU graphs compiled ahead of time need of this machine; nxd_cpu's errors as SmolLM3Error."""
+"""The CPU runtime's graphs compiled ahead of time to machine code, by torch's AOTInductor and the C++ compiler.
 
-from .errors import SmolLM3Error
+A graph is cut into parts, one per layer (cut.py), and of parts that are the same one is compiled (build.py): as many as there
+are kinds of layers, whatever the depth. Weights and caches stay inputs (run.py), so that all parts share the mapped shard file.
+"""
+
+from ..errors import SmolLM3Error
 
 
 def obstacle(tp_degree: int, weight_bytes: int) -> str | None:
     """Why they are not to be compiled; None: they can be. SmolLM3Error where torch cannot make its cache."""
-    from nxd_cpu_aot import build
+    from . import build
 
     try:
         return build.obstacle(tp_degree, weight_bytes)
@@ -18,7 +22,7 @@ def obstacle(tp_degree: int, weight_bytes: int) -> str | None:
 def check_loads(artifact) -> None:
     """SmolLM3Error if they cannot be loaded here, such as those for a CPU that can do more: they are not to be kept."""
     if artifact.place == "cpu":
-        from nxd_cpu_aot import run
+        from . import run
 
         try:
             run.load(str(artifact.path))
