@@ -11,9 +11,11 @@ import sys
 from pathlib import Path
 
 import common
-from smollm3_neuron import device, vllm_serving
-from smollm3_neuron.artifact import open_artifact, versions
+
+from smollm3_neuron.artifact.folder import open_artifact, versions
 from smollm3_neuron.errors import SmolLM3Error
+from smollm3_neuron.machine.preflight import available_memory, choose_place, instance_type
+from smollm3_neuron.vllm.serving import FOLDER, override
 
 PROMPT, ANSWER = "The square root of 144 is", "12"
 
@@ -34,10 +36,10 @@ def parse_args() -> argparse.Namespace:
 def environment(args: argparse.Namespace) -> dict:
     """What a reader of the results needs to know of the machine."""
     found = {
-        "place": device.choose_place(args.device),
-        "instance": device.instance_type(),
+        "place": choose_place(args.device),
+        "instance": instance_type(),
         "cpus": os.cpu_count(),
-        "available_memory": device.available_memory(),
+        "available_memory": available_memory(),
         "free_disk": shutil.disk_usage(".").free,
         "kernel": platform.release(),
         "python": platform.python_version(),
@@ -52,21 +54,21 @@ def environment(args: argparse.Namespace) -> dict:
 
 def vllm(args: argparse.Namespace) -> dict:
     """One prompt through vLLM with vllm-neuron, on the artifact itself; never run on a device by this project."""
-    place = device.choose_place(args.device)
+    place = choose_place(args.device)
     missing = [name for name in ("vllm", "vllm_neuron") if importlib.util.find_spec(name) is None]
     if place == "cpu" or missing:
         why = "vllm-neuron needs a device" if place == "cpu" else f"{', '.join(missing)} not installed"
         return {"ran": False, "why": why}
     artifact = open_artifact(args.folder, place)
     settings = artifact.settings
-    os.environ[vllm_serving.FOLDER] = str(artifact.path.resolve())
+    os.environ[FOLDER] = str(artifact.path.resolve())
     from vllm import LLM, SamplingParams
 
     engine = LLM(
         artifact.manifest["model"]["folder"], tensor_parallel_size=settings.tp_degree, max_num_seqs=settings.batch_size,
         max_model_len=settings.seq_len, dtype=settings.torch_dtype, max_num_batched_tokens=settings.seq_len,
         enable_chunked_prefill=False, enable_prefix_caching=False,
-        additional_config={"override_neuron_config": vllm_serving.override(settings)},
+        additional_config={"override_neuron_config": override(settings)},
     )  # fmt: skip
     text = engine.generate([PROMPT], SamplingParams(temperature=0, max_tokens=8))[0].outputs[0].text
     if ANSWER not in text:
@@ -76,7 +78,10 @@ def vllm(args: argparse.Namespace) -> dict:
 
 def line(folder: Path) -> str:
     """The row for compatibility.md."""
-    read = {name: json.loads((folder / f"{name}.json").read_text()) for name in ("environment", "validate", "benchmark", "vllm")}
+    read = {
+        name: json.loads((folder / f"{name}.json").read_text())
+        for name in ("environment", "validate", "benchmark", "vllm")
+    }
     here, judged = read["environment"], read["validate"]
     asked = [case for case in judged["cases"] if case["kind"] == "prompt"]
     rows = {row["engine"]: row for row in read["benchmark"]["rows"]}

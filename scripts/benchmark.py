@@ -23,10 +23,15 @@ from types import SimpleNamespace
 
 import common
 import svg
-from smollm3_neuron import device, hf_config, models
-from smollm3_neuron.artifact import Settings, compile_artifact, open_artifact
+
+from smollm3_neuron.artifact.build import compile_artifact
+from smollm3_neuron.artifact.folder import open_artifact
+from smollm3_neuron.artifact.settings import Settings
 from smollm3_neuron.errors import SmolLM3Error
-from smollm3_neuron.machines import FLOPS, HBM_BANDWIDTH, Estimate
+from smollm3_neuron.machine.locate import SMOLLM3_3B
+from smollm3_neuron.machine.preflight import choose_place
+from smollm3_neuron.machine.roofline import FLOPS, HBM_BANDWIDTH, Estimate
+from smollm3_neuron.model.config import read_config
 
 SHAPES = {
     "small": dict(
@@ -41,18 +46,26 @@ TRANSFORMERS = {"transformers": None, "transformers, static cache": "static"}  #
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("artifacts", type=Path, nargs="*", metavar="ARTIFACT")
-    parser.add_argument("--shape", choices=SHAPES, help="make and compile a model of this shape with random weights instead")
+    parser.add_argument(
+        "--shape", choices=SHAPES, help="make and compile a model of this shape with random weights instead"
+    )
     parser.add_argument("--dtype", default=Settings.torch_dtype, help="of --shape (default: %(default)s)")
     parser.add_argument("--tp", type=int, nargs="+", default=[1], help="of --shape (default: 1)")
     parser.add_argument("--batch-size", type=int, nargs="+", default=[1], help="of --shape (default: 1)")
-    parser.add_argument("--prompt-lengths", type=int, nargs="+", default=[128], metavar="N", help="tokens (default: 128)")
+    parser.add_argument(
+        "--prompt-lengths", type=int, nargs="+", default=[128], metavar="N", help="tokens (default: 128)"
+    )
     parser.add_argument("--new-tokens", type=int, default=64, help="default: %(default)s")
     parser.add_argument("--rounds", type=int, default=3, help="measured, after one that is not (default: %(default)s)")
     threads = int(os.environ.get("OMP_NUM_THREADS", os.cpu_count()))
-    parser.add_argument("--threads", type=int, default=threads, help="of the host, for each model (default: %(default)s)")
+    parser.add_argument(
+        "--threads", type=int, default=threads, help="of the host, for each model (default: %(default)s)"
+    )
     parser.add_argument("--without-transformers", action="store_true", help="the artifacts alone")
     parser.add_argument("--json", type=Path, metavar="FILE", help="everything that was measured, in seconds and bytes")
-    parser.add_argument("--plot", type=Path, metavar="FILE.html", help="a page with the table and plots over the prompt length")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE.html", help="a page with the table and plots over the prompt length"
+    )
     parser.add_argument("--worker", help=argparse.SUPPRESS)  # what one process runs, as JSON
     common.add_device(parser)
     return parser.parse_args()
@@ -92,8 +105,8 @@ def work(job: dict) -> None:
 
 
 def artifact_runner(job: dict):
-    device.choose_place(job["place"])
-    from smollm3_neuron.generation import generate
+    choose_place(job["place"])
+    from smollm3_neuron.generate.generation import generate
 
     model = open_artifact(Path(job["artifact"]), job["place"]).load()
 
@@ -105,8 +118,9 @@ def artifact_runner(job: dict):
 
 def transformers_runner(job: dict):
     import torch
-    from smollm3_neuron.reference import load_reference
     from transformers.generation.streamers import BaseStreamer
+
+    from smollm3_neuron.check.reference import load_reference
 
     model = load_reference(job["checkpoint"], getattr(torch, job["dtype"]), job["adapter"])
 
@@ -137,7 +151,9 @@ class Worker:
         self.name = name
         command = [sys.executable, __file__, "--worker", json.dumps(job)]
         environment = {**os.environ, "OMP_NUM_THREADS": str(job["threads"])}
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
         self.load = self._answer()["load"]
 
     def __call__(self, prompts: list[list[int]], new_tokens: int) -> dict:
@@ -210,7 +226,7 @@ def ceilings(place: str, dtype: str, threads: int) -> tuple[float, float]:
 def measure(artifact, place: str, args: argparse.Namespace, best: tuple[float, float]) -> list[Row]:
     """One artifact and transformers beside it."""
     settings, checkpoint = artifact.settings, artifact.manifest["model"]["folder"]
-    values = hf_config.read_config(checkpoint)
+    values = read_config(checkpoint)
     for length in args.prompt_lengths:
         if not 1 <= length <= settings.max_context_length or length + args.new_tokens > settings.seq_len:
             raise SmolLM3Error(
@@ -273,7 +289,7 @@ def make_artifacts(args: argparse.Namespace, place: str, scratch: Path) -> list:
     """A random checkpoint of --shape, compiled for each TP degree and batch size."""
     folder = scratch / args.shape
     folder.mkdir()
-    common.make_checkpoint(folder, {**models.SMOLLM3_3B, **SHAPES[args.shape]})
+    common.make_checkpoint(folder, {**SMOLLM3_3B, **SHAPES[args.shape]})
     made = []
     for tp_degree in args.tp:
         for batch_size in args.batch_size:
@@ -336,7 +352,7 @@ def main() -> None:
     for name, least in (("new_tokens", 2), ("rounds", 1), ("threads", 1)):
         if getattr(args, name) < least:
             raise SmolLM3Error(f"{name} is {getattr(args, name)}, allowed is a whole number of at least {least}")
-    place = device.choose_place(args.device)
+    place = choose_place(args.device)
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory(prefix="smollm3-benchmark-") as scratch:

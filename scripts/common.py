@@ -9,7 +9,9 @@ from types import SimpleNamespace
 try:
     from smollm3_neuron.errors import SmolLM3Error
 except ModuleNotFoundError:
-    sys.exit("smollm3_neuron is not installed: run `pip install -e .` in the checkout (on a Neuron machine with --no-deps)")
+    sys.exit(
+        "smollm3_neuron is not installed: run `pip install -e .` in the checkout (on a Neuron machine with --no-deps)"
+    )
 
 
 def add_device(parser: argparse.ArgumentParser, more: str = "") -> None:
@@ -21,15 +23,18 @@ def make_checkpoint(folder: Path, config: dict) -> None:
     """Random bfloat16 weights for this config.json, in two safetensors files with an index."""
     import torch
     from safetensors.torch import save_file
-    from smollm3_neuron import hf_config
-    from smollm3_neuron.checkpoint import expected_shapes
 
-    shapes = list(expected_shapes(SimpleNamespace(**hf_config.resolve(config))).items())
+    from smollm3_neuron.model.config import resolve_config
+    from smollm3_neuron.weights.checkpoint import expected_shapes
+
+    shapes = list(expected_shapes(SimpleNamespace(**resolve_config(config))).items())
     weight_map = {}
     for number, part in enumerate((shapes[: len(shapes) // 2], shapes[len(shapes) // 2 :]), 1):
         file = f"model-0000{number}-of-00002.safetensors"
         tensors = {
-            name if name.startswith("lm_head") else f"model.{name}": torch.empty(shape, dtype=torch.bfloat16).normal_(std=0.02)
+            name if name.startswith("lm_head") else f"model.{name}": torch.empty(shape, dtype=torch.bfloat16).normal_(
+                std=0.02
+            )
             for name, shape in part
         }
         save_file(tensors, folder / file, {"format": "pt"})

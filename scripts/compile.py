@@ -12,48 +12,95 @@ from dataclasses import fields
 from pathlib import Path
 
 import common
-from smollm3_neuron import device, hf_config, models, vllm_serving
-from smollm3_neuron.artifact import Settings, compile_artifact
-from smollm3_neuron.errors import SmolLM3Error
-from smollm3_neuron.quantization import DTYPES, PARTS, TYPES
-from smollm3_neuron.sharding import ShardingPlan
 from tqdm import tqdm
+
+from smollm3_neuron.artifact.build import Callbacks, compile_artifact
+from smollm3_neuron.artifact.settings import Settings
+from smollm3_neuron.errors import SmolLM3Error
+from smollm3_neuron.machine.locate import DEFAULT_MODEL, SMOLLM3_3B, locate_model
+from smollm3_neuron.machine.preflight import check_device, choose_place
+from smollm3_neuron.model.config import read_config
+from smollm3_neuron.model.heads import ShardingPlan
+from smollm3_neuron.vllm.serving import serve_command, settings_of_server
+from smollm3_neuron.weights.quantization import DTYPES, PARTS, TYPES
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default=models.DEFAULT_MODEL, help="hub id, folder or 'tiny' (default: %(default)s)")
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="hub id, folder or 'tiny' (default: %(default)s)")
     parser.add_argument("--revision", help="of the hub id (default: the pinned one for the default model)")
-    parser.add_argument("--tp", type=int, default=Settings.tp_degree, help="tensor-parallel degree (default: %(default)s)")
-    parser.add_argument("--seq-len", type=int, default=Settings.seq_len, help="prompt and new tokens (default: %(default)s)")
+    parser.add_argument(
+        "--tp", type=int, default=Settings.tp_degree, help="tensor-parallel degree (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seq-len", type=int, default=Settings.seq_len, help="prompt and new tokens (default: %(default)s)"
+    )
     parser.add_argument("--max-context-length", type=int, help="longest prompt (default: --seq-len)")
     parser.add_argument("--batch-size", type=int, default=Settings.batch_size, help="default: %(default)s")
-    parser.add_argument("--dtype", default=Settings.torch_dtype, help="bfloat16, float16 or float32 (default: %(default)s)")
+    parser.add_argument(
+        "--dtype", default=Settings.torch_dtype, help="bfloat16, float16 or float32 (default: %(default)s)"
+    )
     parser.add_argument("--fused-qkv", action="store_true", help="one projection for queries, keys and values")
-    parser.add_argument("--is-continuous-batching", action="store_true", help="requests come and go, each on its line of the cache")
-    parser.add_argument("--ctx-batch-size", type=int, help="prompts encoded at once (default: 1 with continuous batching)")
-    parser.add_argument("--enable-bucketing", action="store_true", help="graphs for several lengths, powers of two if none given")
+    parser.add_argument(
+        "--is-continuous-batching", action="store_true", help="requests come and go, each on its line of the cache"
+    )
+    parser.add_argument(
+        "--ctx-batch-size", type=int, help="prompts encoded at once (default: 1 with continuous batching)"
+    )
+    parser.add_argument(
+        "--enable-bucketing", action="store_true", help="graphs for several lengths, powers of two if none given"
+    )
     parser.add_argument("--context-encoding-buckets", type=int, nargs="+", metavar="N", help="lengths of prompts")
     parser.add_argument("--token-generation-buckets", type=int, nargs="+", metavar="N", help="lengths of the cache")
-    parser.add_argument("--on-device-sampling-config", metavar="JSON", default=argparse.SUPPRESS,
-                        help='{"dynamic": true}: sample on the device; null: on the host (default, but with --for-vllm)')
+    parser.add_argument(
+        "--on-device-sampling-config",
+        metavar="JSON",
+        default=argparse.SUPPRESS,
+        help='{"dynamic": true}: sample on the device; null: on the host (default, but with --for-vllm)',
+    )
     parser.add_argument(
         "--for-vllm", action="store_true",
         help="what vllm-neuron would compile for --max-num-seqs BATCH_SIZE --max-model-len SEQ_LEN; prints how to serve it",
     )  # fmt: skip
     parser.add_argument("--vocab-parallel", action="store_true", help="the embeddings cut along the vocabulary")
-    parser.add_argument("--sequence-parallel-enabled", action="store_true", help="contexts cut along their length between layers")
-    parser.add_argument("--async-mode", action="store_true", help="a step is given to the device before the last one is read")
-    parser.add_argument("--windowed-context-encoding-size", type=int, metavar="N", help="encode contexts in windows of N tokens")
-    parser.add_argument("--is-prefix-caching", action="store_true", help="requests share what they begin with, in blocks of the cache")
-    parser.add_argument("--pa-block-size", type=int, metavar="N", help="tokens in a block (default: 32 with prefix caching)")
-    parser.add_argument("--pa-num-blocks", type=int, metavar="N", help="default: enough for full lines of the whole batch")
-    parser.add_argument("--quantized", action="store_true", help="8-bit weights, quantized while they are sharded; device only")
-    parser.add_argument("--quantization-type", default=Settings.quantization_type, help=f"{' or '.join(TYPES)} (default: %(default)s)")
-    parser.add_argument("--quantization-dtype", default=Settings.quantization_dtype, help=f"{' or '.join(DTYPES)} (default: %(default)s)")
-    parser.add_argument("--modules-to-not-convert", nargs="+", metavar="NAME", help=f"leave as they are: {', '.join(PARTS)}")
-    parser.add_argument("--merge-adapter", type=Path, metavar="FOLDER", help="a PEFT LoRA adapter to merge into the weights")
-    parser.add_argument("--weights-only", action="store_true", help="keep the artifact's graphs, shard the weights again")
+    parser.add_argument(
+        "--sequence-parallel-enabled", action="store_true", help="contexts cut along their length between layers"
+    )
+    parser.add_argument(
+        "--async-mode", action="store_true", help="a step is given to the device before the last one is read"
+    )
+    parser.add_argument(
+        "--windowed-context-encoding-size", type=int, metavar="N", help="encode contexts in windows of N tokens"
+    )
+    parser.add_argument(
+        "--is-prefix-caching", action="store_true", help="requests share what they begin with, in blocks of the cache"
+    )
+    parser.add_argument(
+        "--pa-block-size", type=int, metavar="N", help="tokens in a block (default: 32 with prefix caching)"
+    )
+    parser.add_argument(
+        "--pa-num-blocks", type=int, metavar="N", help="default: enough for full lines of the whole batch"
+    )
+    parser.add_argument(
+        "--quantized", action="store_true", help="8-bit weights, quantized while they are sharded; device only"
+    )
+    parser.add_argument(
+        "--quantization-type", default=Settings.quantization_type, help=f"{' or '.join(TYPES)} (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--quantization-dtype",
+        default=Settings.quantization_dtype,
+        help=f"{' or '.join(DTYPES)} (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--modules-to-not-convert", nargs="+", metavar="NAME", help=f"leave as they are: {', '.join(PARTS)}"
+    )
+    parser.add_argument(
+        "--merge-adapter", type=Path, metavar="FOLDER", help="a PEFT LoRA adapter to merge into the weights"
+    )
+    parser.add_argument(
+        "--weights-only", action="store_true", help="keep the artifact's graphs, shard the weights again"
+    )
     parser.add_argument("--output", type=Path, help="artifact folder (default: artifacts/MODEL-tpN)")
     common.add_device(parser, "hlo (see --nxd-source), ")
     parser.add_argument(
@@ -71,16 +118,22 @@ def json_object(text: str) -> dict | None:
     except ValueError:
         value = text
     if not isinstance(value, dict | None):
-        raise SmolLM3Error(f"--on-device-sampling-config is {text!r}, allowed is a JSON object like {{\"dynamic\": true}}, or null")
+        raise SmolLM3Error(
+            f'--on-device-sampling-config is {text!r}, allowed is a JSON object like {{"dynamic": true}}, or null'
+        )
     return value
 
 
 def kv_heads(folder: Path, tp_degree: int) -> str:
     """What the TP degree does to the KV heads, and what it costs."""
-    values = hf_config.read_config(folder)
+    values = read_config(folder)
     plan = ShardingPlan(tp_degree, values["num_attention_heads"], values["num_key_value_heads"])
     held = plan.key_value_heads_per_rank * tp_degree
-    cost = f": the KV cache takes {held / plan.num_key_value_heads:g} times the memory" if held > plan.num_key_value_heads else ""
+    cost = (
+        f": the KV cache takes {held / plan.num_key_value_heads:g} times the memory"
+        if held > plan.num_key_value_heads
+        else ""
+    )
     return (
         f"{plan.num_key_value_heads} KV heads at tp_degree {tp_degree}: {plan.strategy}, {plan.key_value_heads_per_rank} per rank"
         f"{cost}"
@@ -93,11 +146,11 @@ def lower(args: argparse.Namespace, settings: Settings) -> None:
     from neuron_hlo import report
 
     with tempfile.TemporaryDirectory() as scratch:
-        if args.model == models.DEFAULT_MODEL and not Path(args.model).exists():
+        if args.model == DEFAULT_MODEL and not Path(args.model).exists():
             folder, name = Path(scratch), args.model
-            (folder / "config.json").write_text(json.dumps(models.SMOLLM3_3B))
+            (folder / "config.json").write_text(json.dumps(SMOLLM3_3B))
         else:
-            folder, name, _ = models.locate_model(args.model, args.revision)
+            folder, name, _ = locate_model(args.model, args.revision)
         output = args.output or Path("artifacts") / f"{Path(name).name}-tp{args.tp}-hlo"
         print(report.text(report.lower_checkpoint(folder, output, settings, args.nxd_source)))
     print(f"\n{output}: the graphs, {report.REPORT} and report.txt")
@@ -123,19 +176,21 @@ def main() -> None:
     of_args["on_device_sampling_config"] = json_object(getattr(args, "on_device_sampling_config", "null"))
     settings = Settings(**{f.name: getattr(args, f.name) for f in fields(Settings) if f.name not in of_args}, **of_args)
     if args.for_vllm:
-        settings = vllm_serving.settings_of_server(settings, sampling_given="on_device_sampling_config" in args)
+        settings = settings_of_server(settings, sampling_given="on_device_sampling_config" in args)
     if args.device == "hlo" and (args.merge_adapter or args.weights_only):
         raise SmolLM3Error("--device hlo writes graphs and no weights: leave --merge-adapter and --weights-only out")
     if args.nxd_source and args.device != "hlo":
-        raise SmolLM3Error(f"--nxd-source is for --device hlo, which is {args.device!r}: leave one out or change the other")
+        raise SmolLM3Error(
+            f"--nxd-source is for --device hlo, which is {args.device!r}: leave one out or change the other"
+        )
     if args.device == "hlo":
         return lower(args, settings)
-    place = device.choose_place(args.device)
-    folder, name, revision = models.locate_model(args.model, args.revision)
+    place = choose_place(args.device)
+    folder, name, revision = locate_model(args.model, args.revision)
     output = args.output or Path("artifacts") / f"{Path(name).name}-tp{args.tp}"
     if place == "neuron":
         weight_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-        for line in device.check_device(args.tp, weight_bytes, output):
+        for line in check_device(args.tp, weight_bytes, output):
             print(f"warning: {line}")
     else:
         print("This is the CPU runtime: CPU graphs, not a device's.")
@@ -156,18 +211,18 @@ def main() -> None:
         revision=revision,
         weights_only=args.weights_only,
         merge_adapter=args.merge_adapter,
-        on_step=on_step,
-        on_bytes=Progress(unit="B", unit_scale=True),
-        on_part=Progress(unit="part"),
+        callbacks=Callbacks(on_step, Progress(unit="B", unit_scale=True), Progress(unit="part")),
     )
     print(f"\n{artifact.path}: {name}, tp_degree {args.tp}, in {time.perf_counter() - began:.1f} s")
     if place == "cpu":
         because = artifact.exported_because
-        print(f"  the exported graphs run as they are: {because}" if because else "  the graphs are compiled for this CPU")
+        print(
+            f"  the exported graphs run as they are: {because}" if because else "  the graphs are compiled for this CPU"
+        )
     for file, entry in artifact.manifest["files"].items():
         print(f"  {file:<44} {entry['size'] / 1e6:10.2f} MB")
     if args.for_vllm:
-        print(f"\nServe it: {vllm_serving.serve_command(artifact)}")
+        print(f"\nServe it: {serve_command(artifact)}")
     print(f'\nRun it: python scripts/generate.py {shlex.quote(str(artifact.path))} "The square root of 144 is"')
 
 

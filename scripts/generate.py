@@ -7,9 +7,11 @@ import warnings
 from pathlib import Path
 
 import common
-from smollm3_neuron import chat, device
-from smollm3_neuron.artifact import Artifact, open_artifact
+
+from smollm3_neuron.artifact.folder import Artifact, open_artifact
 from smollm3_neuron.errors import SmolLM3Error
+from smollm3_neuron.generate import chat
+from smollm3_neuron.machine.preflight import choose_place
 
 NEW_TOKENS = 128
 
@@ -20,8 +22,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("prompts", nargs="*", metavar="prompt")
     parser.add_argument("--tp", type=int, help="refuse an artifact made for another tensor-parallel degree")
     parser.add_argument("--max-new-tokens", type=int, help=f"default: {NEW_TOKENS}, or as many as the context takes")
-    parser.add_argument("--chat", action="store_true", help="each prompt is a user's turn, rendered by the chat template")
-    parser.add_argument("--think", action=argparse.BooleanOptionalAction, help="reasoning mode of the chat (default: on)")
+    parser.add_argument(
+        "--chat", action="store_true", help="each prompt is a user's turn, rendered by the chat template"
+    )
+    parser.add_argument(
+        "--think", action=argparse.BooleanOptionalAction, help="reasoning mode of the chat (default: on)"
+    )
     parser.add_argument(
         "--messages", type=Path, metavar="FILE",
         help="with --chat, a conversation in place of prompts: JSON, its messages, or an object with messages and "
@@ -97,7 +103,9 @@ def sampling_asked_for(args: argparse.Namespace, artifact: Artifact) -> dict:
     asked.setdefault("temperature", 1.0)
     values = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
     if not (asked["temperature"] if args.temperature is None else args.temperature) and (args.top_k or args.top_p):
-        raise SmolLM3Error("--top-k and --top-p choose among samples, but the temperature is 0: give --temperature, too")
+        raise SmolLM3Error(
+            "--top-k and --top-p choose among samples, but the temperature is 0: give --temperature, too"
+        )
     return {name: asked.get(name) if value is None else value for name, value in values.items()}
 
 
@@ -112,9 +120,9 @@ def say_what_is_left(asked: int, prompts: list[list[int]], seq_len: int) -> None
 def main() -> None:
     args = parse_args()
     check_args(args)
-    place = device.choose_place(args.device)
+    place = choose_place(args.device)
     artifact = open_artifact(args.artifact, place, tp_degree=args.tp, verify=args.verify)
-    from smollm3_neuron.generation import Sampling, check_prompts, generate
+    from smollm3_neuron.generate.generation import Sampling, check_prompts, generate
 
     sampling = Sampling(**sampling_asked_for(args, artifact), seed=args.seed)
     if place == "cpu":

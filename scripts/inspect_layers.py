@@ -14,11 +14,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 import common
-from smollm3_neuron import device
-from smollm3_neuron.artifact import Artifact, build_config, open_artifact
-from smollm3_neuron.errors import SmolLM3Error
 
-CONFORMANCE = Path(__file__).resolve().parents[1] / "test/conformance"
+from smollm3_neuron.artifact.build import build_config
+from smollm3_neuron.artifact.folder import Artifact, open_artifact
+from smollm3_neuron.errors import SmolLM3Error
+from smollm3_neuron.machine.preflight import choose_place
+
+CONTRIB = Path(__file__).resolve().parents[1] / "contrib"
 
 
 def parse_args() -> argparse.Namespace:
@@ -37,7 +39,7 @@ def parse_args() -> argparse.Namespace:
 
 def on_cpu_runtime(artifact: Artifact):
     """The application and its ranks, uncompiled over the artifact's own shards."""
-    from eager_ranks import EagerRanks
+    from nxd_cpu_compiler.eager_ranks import EagerRanks
     from smollm3_neuron.modeling_smollm3_3b import NeuronSmolLM3ForCausalLM
 
     app = NeuronSmolLM3ForCausalLM(str(artifact.path))
@@ -46,25 +48,25 @@ def on_cpu_runtime(artifact: Artifact):
 
 def on_sources(artifact: Artifact, nxd_source: str, folder: Path):
     """The application in the library's CPU mode."""
-    sys.path.append(str(CONFORMANCE))
+    sys.path.append(str(CONTRIB))
     from dataclasses import replace
 
-    import harness
-    import real_nxdi
     import torch
 
+    from nxd_sources import cpu_mode
+    from nxd_sources.release import SMOLLM3, Release
+
     try:
-        release = harness.Release.find(nxd_source)
+        release = Release.find(nxd_source)
     except ValueError as error:
         raise SmolLM3Error(f"--nxd-source: {error}") from None
-    name = "smollm3_neuron.modeling_smollm3_3b:NeuronSmolLM3ForCausalLM"
-    model_cls = real_nxdi.import_model({"sources": [release.nxd, release.nxdi], "model": name})
+    model_cls = cpu_mode.import_model([release.nxd, release.nxdi], SMOLLM3)
     store = tempfile.mkdtemp()
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}/store", rank=0, world_size=1)
     config = build_config(folder, replace(artifact.settings, tp_degree=1))
     config.neuron_config.on_cpu = True
     app = model_cls(str(folder), config)
-    real_nxdi.to_cpu(app)
+    cpu_mode.to_cpu(app)
     return app, None
 
 
@@ -80,7 +82,7 @@ def told(difference) -> str:
 def main() -> None:
     args = parse_args()
     common.check_outputs(args.json)
-    place = "cpu" if args.nxd_source else device.choose_place(args.device)
+    place = "cpu" if args.nxd_source else choose_place(args.device)
     if place == "neuron":
         raise SmolLM3Error(
             "inspect_layers.py cannot look into a device: NxD Inference 0.7 and 0.8 capture no tensors of a text model; run it "
@@ -97,13 +99,15 @@ def main() -> None:
     warnings.simplefilter("ignore")
     prompt = artifact.tokenizer()(args.prompt)["input_ids"]
     if not 3 <= len(prompt) <= artifact.settings.max_context_length:
-        raise SmolLM3Error(f"--prompt has {len(prompt)} tokens, allowed are 3 to {artifact.settings.max_context_length}")
+        raise SmolLM3Error(
+            f"--prompt has {len(prompt)} tokens, allowed are 3 to {artifact.settings.max_context_length}"
+        )
     app, ranks = on_sources(artifact, args.nxd_source, own) if args.nxd_source else on_cpu_runtime(artifact)
-    from smollm3_neuron.inspection import inspect
+    from smollm3_neuron.check.inspection import inspect
 
     found = inspect(app, folder, prompt, ranks, artifact.adapter)
     print("\n".join(found.tree))
-    print(f"\nlayer  config  projections  spacing  identity  furthest value, of what is allowed")
+    print("\nlayer  config  projections  spacing  identity  furthest value, of what is allowed")
     kinds = {True: "RoPE", False: "NoPE"}
     for layer, flag in enumerate(found.rope_of_config):
         of_layer = {name: d for (index, name), d in found.differences.items() if index == layer}
@@ -138,7 +142,12 @@ def as_dict(found) -> dict:
         }
         for index, (config, projections, spacing) in enumerate(probes)
     ]  # fmt: skip
-    return {"first": first and {"layer": first[0], "name": first[1]}, "layers": layers, "values": values, "tree": found.tree}
+    return {
+        "first": first and {"layer": first[0], "name": first[1]},
+        "layers": layers,
+        "values": values,
+        "tree": found.tree,
+    }
 
 
 if __name__ == "__main__":

@@ -11,18 +11,30 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import common
-from smollm3_neuron import hf_config, models
-from smollm3_neuron.artifact import Settings
-from smollm3_neuron.errors import SmolLM3Error
-from smollm3_neuron.machines import BYTES, GB, HBM_PER_CORE, INSTANCES, RESERVED_PER_CORE, Estimate, check_tp_degree
 
-SHARDING_MEMORY = 1 * GB  # of the streaming sharder, at most; scripts/bench_sharding.py measures it
+from smollm3_neuron.artifact.settings import Settings
+from smollm3_neuron.errors import SmolLM3Error
+from smollm3_neuron.machine.locate import SMOLLM3_3B
+from smollm3_neuron.machine.roofline import (
+    BYTES,
+    GB,
+    HBM_PER_CORE,
+    INSTANCES,
+    RESERVED_PER_CORE,
+    Estimate,
+    check_tp_degree,
+)
+from smollm3_neuron.model.config import read_config, resolve_config
+
+SHARDING_MEMORY = 1 * GB  # of the streaming sharder, at most; tools/bench_sharding.py measures it
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="checkpoint folder (default: the shape of SmolLM3-3B)")
-    parser.add_argument("--instance", default="trn1.2xlarge", help=f"one of {', '.join(INSTANCES)} (default: %(default)s)")
+    parser.add_argument(
+        "--instance", default="trn1.2xlarge", help=f"one of {', '.join(INSTANCES)} (default: %(default)s)"
+    )
     parser.add_argument("--tp", type=int, help="one TP degree (default: each that the instance takes)")
     parser.add_argument("--seq-len", type=int, default=Settings.seq_len, help="default: %(default)s")
     parser.add_argument("--batch-size", type=int, default=Settings.batch_size, help="default: %(default)s")
@@ -113,7 +125,7 @@ def main() -> None:
     args = parse_args()
     if args.instance not in INSTANCES:
         raise SmolLM3Error(f"instance is {args.instance!r}, known are {', '.join(INSTANCES)}")
-    values = hf_config.read_config(args.model) if args.model else hf_config.resolve(models.SMOLLM3_3B)
+    values = read_config(args.model) if args.model else resolve_config(SMOLLM3_3B)
     instance = INSTANCES[args.instance]
     if args.tp is not None:
         check_tp_degree(args.instance, args.tp)
@@ -128,7 +140,11 @@ def main() -> None:
     if args.plot:
         plot(estimates, args.plot)
     if args.json:
-        print(json.dumps({"instance": args.instance, **asdict(instance), "settings": vars_of(args), "plans": rows}, indent=2))
+        print(
+            json.dumps(
+                {"instance": args.instance, **asdict(instance), "settings": vars_of(args), "plans": rows}, indent=2
+            )
+        )
         return
     print(
         f"{args.instance}: {instance.neuron_cores} NeuronCores of {HBM_PER_CORE / GB:.0f} GB, {instance.host_memory} GiB of host "

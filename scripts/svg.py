@@ -1,7 +1,7 @@
 """Small charts as SVG text, and HTML pages that need nothing but themselves."""
 
+from collections.abc import Sequence
 from html import escape
-from typing import Sequence
 
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 760, 64, 12, 26, 40
 COLOURS = ("#1f77b4", "#d95f02", "#1b9e77", "#7570b3", "#e7298a", "#666666")

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import common
 import svg
-from smollm3_neuron import device
-from smollm3_neuron.artifact import open_artifact
+
+from smollm3_neuron.artifact.folder import open_artifact
 from smollm3_neuron.errors import SmolLM3Error
+from smollm3_neuron.machine.preflight import choose_place
 
 COLOURS = {"identical": "#1b9e77", "near tie": "#e6ab02", "wrong": "#d62728"}
 
@@ -45,7 +46,7 @@ def parse_args() -> argparse.Namespace:
 
 def prompts_of(folder: Path) -> tuple[list[str], str]:
     """Prompts and a text; a checkpoint of this repository brings its own, the held-out ones among them."""
-    from smollm3_neuron.validation import PROMPTS, TEXT
+    from smollm3_neuron.check.validation import PROMPTS, TEXT
 
     if not (folder / "prompts.json").is_file():
         return list(PROMPTS), TEXT
@@ -57,14 +58,15 @@ def prompts_of(folder: Path) -> tuple[list[str], str]:
 def main() -> None:
     args = parse_args()
     common.check_outputs(args.json, args.html)
-    place = device.choose_place(args.device)
+    place = choose_place(args.device)
     artifact = open_artifact(args.artifact, place, tp_degree=args.tp)
     folder = args.model or Path(artifact.manifest["model"]["folder"])
     if not (folder / "config.json").is_file():
         raise SmolLM3Error(f"{folder}: the checkpoint is not there any more; pass it with --model FOLDER")
     import torch
-    from smollm3_neuron.generation import NotANumber
-    from smollm3_neuron.validation import IDENTICAL, WRONG, Reference, make_cases, parse_tol_map, validate
+
+    from smollm3_neuron.check.validation import IDENTICAL, WRONG, Reference, make_cases, parse_tol_map, validate
+    from smollm3_neuron.generate.generation import NotANumber
 
     tol_map = None if args.tol_map is None else parse_tol_map(args.tol_map)
     if place == "cpu":
@@ -149,7 +151,9 @@ def page(report, about: dict, lines: list[str], tokenizer) -> str:
             max(getattr(judged, values)["all"][position] for judged in report.cases if position < len(judged.expected))
             for position in range(longest)
         ]
-        return [(position, math.log10(max(value, 1e-12))) for position, value in enumerate(found) if math.isfinite(value)]
+        return [
+            (position, math.log10(max(value, 1e-12))) for position, value in enumerate(found) if math.isfinite(value)
+        ]
 
     allowed = math.log10(max(report.tol_map.get("all", max(report.tol_map.values())), 1e-12))
     series = {"this artifact": by_position("errors"), "transformers in the same dtype": by_position("noise")}

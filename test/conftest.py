@@ -7,9 +7,10 @@ import pytest
 # before the first import of torch: a second thread slows models as small as the tests' many times over
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-sys.path.insert(0, str(Path(__file__).parent / "conformance"))
+TEST = Path(__file__).parent
+sys.path[:0] = [str(TEST), str(TEST / "conformance"), str(TEST.parent / "contrib")]
 
-from harness import Release  # noqa: E402
+from nxd_sources.release import Release  # noqa: E402
 
 
 def pytest_addoption(parser):

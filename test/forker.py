@@ -14,15 +14,16 @@ from pathlib import Path
 os.environ["OMP_NUM_THREADS"] = "1"
 warnings.simplefilter("ignore")
 
-from smollm3_neuron.runtime import ensure_neuronx  # noqa: E402
+from smollm3_neuron.machine.runtime import ensure_neuronx
 
 ensure_neuronx()
 
 import transformers  # noqa: E402
-from smollm3_neuron import checkpoint, generation, modeling_smollm3_3b, shard_writer  # noqa: E402, F401
-from smollm3_neuron.artifact import Settings, build_config, compile_artifact  # noqa: E402
+
+from smollm3_neuron.artifact.build import Callbacks, build_config, compile_artifact
+from smollm3_neuron.artifact.settings import Settings
 from smollm3_neuron.errors import SmolLM3Error  # noqa: E402
-from smollm3_neuron.models import tiny_folder  # noqa: E402
+from smollm3_neuron.machine.locate import tiny_folder
 
 transformers.SmolLM3ForCausalLM, transformers.AutoTokenizer  # lazily imported otherwise
 
@@ -48,7 +49,7 @@ def child(case: dict) -> None:
             Settings(**case["settings"]),
             "cpu",
             weights_only=case.get("weights_only", False),
-            on_bytes=on_bytes,
+            callbacks=Callbacks(on_bytes=on_bytes),
         )
     except SmolLM3Error as error:
         print(error, file=sys.stderr)

@@ -8,17 +8,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 from peft import PeftModel
+from reference import make_adapter
 from safetensors.torch import load_file, save_file
-from smollm3_neuron.adapter import Adapter
-from smollm3_neuron.artifact import Settings, compile_artifact
-from smollm3_neuron.errors import SmolLM3Error
-from smollm3_neuron.generation import generate
-from smollm3_neuron.hf_config import read_config
-from smollm3_neuron.reference import load_reference
-from smollm3_neuron.runtime import ensure_neuronx
 from transformers import SmolLM3ForCausalLM
 
-from reference import make_adapter
+from smollm3_neuron.artifact.build import Callbacks, compile_artifact
+from smollm3_neuron.artifact.settings import Settings
+from smollm3_neuron.check.reference import load_reference
+from smollm3_neuron.errors import SmolLM3Error
+from smollm3_neuron.generate.generation import generate
+from smollm3_neuron.machine.runtime import ensure_neuronx
+from smollm3_neuron.model.config import read_config
+from smollm3_neuron.weights.adapter import Adapter
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 PROMPTS = [[7, 45, 101, 9, 200], [250, 3, 77]]
@@ -111,7 +112,7 @@ def test_another_adapter_is_another_artifact(random_checkpoints, tmp_path):
         steps = []
         artifact = compile_artifact(
             Path(checkpoint), tmp_path / "artifact", SETTINGS, "cpu", merge_adapter=adapter,
-            on_step=steps.append, **options,
+            callbacks=Callbacks(on_step=steps.append), **options,
         )  # fmt: skip
         return artifact, steps[-1].startswith("nothing to do")
 

@@ -9,12 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from smollm3_neuron import artifact as artifacts
-from smollm3_neuron import staging
-from smollm3_neuron.artifact import MANIFEST, Settings, compile_artifact, open_artifact
+
+from smollm3_neuron.artifact import staging
+from smollm3_neuron.artifact.build import Callbacks, compile_artifact
+from smollm3_neuron.artifact.folder import MANIFEST, manifest_digest, open_artifact
+from smollm3_neuron.artifact.settings import Settings
 from smollm3_neuron.errors import SmolLM3Error
-from smollm3_neuron.models import tiny_folder
-from smollm3_neuron.runtime import ensure_neuronx
+from smollm3_neuron.machine.locate import tiny_folder
+from smollm3_neuron.machine.runtime import ensure_neuronx
 
 SETTINGS = {"tp_degree": 2, "seq_len": 32, "torch_dtype": "float32"}
 KILLED = {-9, -14}
@@ -123,7 +125,7 @@ def rewrite(folder: Path, **changes) -> None:
     manifest = json.loads((folder / MANIFEST).read_text())
     del manifest["sha256"]
     manifest |= changes
-    (folder / MANIFEST).write_text(json.dumps({**manifest, "sha256": artifacts._digest(manifest)}))
+    (folder / MANIFEST).write_text(json.dumps({**manifest, "sha256": manifest_digest(manifest)}))
 
 
 def test_made_for_something_else(copy):
@@ -154,7 +156,7 @@ def test_folders_that_are_no_artifacts(tmp_path):
 def test_the_same_again_is_recognised(copy):
     steps = []
     before = files_of(copy), (copy / "model.pt").stat().st_mtime_ns
-    compile_artifact(tiny_folder(), copy, Settings(**SETTINGS), "cpu", on_step=steps.append)
+    compile_artifact(tiny_folder(), copy, Settings(**SETTINGS), "cpu", callbacks=Callbacks(on_step=steps.append))
     assert steps[-1].startswith("nothing to do") and before == (files_of(copy), (copy / "model.pt").stat().st_mtime_ns)
 
 

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from smollm3_neuron.models import tiny_folder
+
+from smollm3_neuron.machine.locate import tiny_folder
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = ["--seq-len", "64", "--dtype", "float32"]
@@ -49,7 +50,10 @@ def compiled(tmp_path: Path) -> list[str]:
         (["--model", "/no/such/folder"], ["/no/such/folder: no such folder", "tiny"]),
         (["--model", "nosuchmodel"], ["nosuchmodel: no such folder"]),
         (["--model", "folder/SmolLM3.Q8_0.gguf"], ["SmolLM3.Q8_0.gguf: GGUF is not read", "safetensors"]),
-        (["--model", "ggml-org/SmolLM3-3B-GGUF"], ["ggml-org/SmolLM3-3B-GGUF: GGUF is not read", "HuggingFaceTB/SmolLM3-3B"]),
+        (
+            ["--model", "ggml-org/SmolLM3-3B-GGUF"],
+            ["ggml-org/SmolLM3-3B-GGUF: GGUF is not read", "HuggingFaceTB/SmolLM3-3B"],
+        ),
         (["--tp", "0"], ["tp_degree is 0", "1 to 32"]),
         (["--tp", "33"], ["tp_degree is 33", "1 to 32"]),
         (["--seq-len", "1"], ["seq_len is 1", "from 2 to 4096"]),
@@ -63,8 +67,14 @@ def compiled(tmp_path: Path) -> list[str]:
         (["--quantized", "--quantization-dtype", "int4"], ["quantization_dtype is 'int4'", "'int8' or 'f8e4m3'"]),
         (["--merge-adapter", "/no/such/adapter"], ["/no/such/adapter: no adapter_config.json there"]),
         (["--windowed-context-encoding-size", "48"], ["windowed_context_encoding_size", "a context of 64", "48"]),
-        (["--windowed-context-encoding-size", "32"], ["CPU runtime does not support windowed_context_encoding_size=32"]),
-        (["--sequence-parallel-enabled"], ["CPU runtime does not support sequence_parallel_enabled=True", "leave it out"]),
+        (
+            ["--windowed-context-encoding-size", "32"],
+            ["CPU runtime does not support windowed_context_encoding_size=32"],
+        ),
+        (
+            ["--sequence-parallel-enabled"],
+            ["CPU runtime does not support sequence_parallel_enabled=True", "leave it out"],
+        ),
         (
             ["--async-mode", "--on-device-sampling-config", '{"top_k": 1}'],
             ["CPU runtime does not support async_mode=True"],
@@ -83,7 +93,13 @@ def test_compile_refuses(tmp_path, args, parts):
 
 def test_a_hub_that_cannot_be_reached_is_said(tmp_path):
     done = run("compile", "--output", tmp_path / "artifact", HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path / "hub"))
-    refused(done, "HuggingFaceTB/SmolLM3-3B at revision a07cc9a0", "the hub cannot be reached", "--model FOLDER", "--model tiny")
+    refused(
+        done,
+        "HuggingFaceTB/SmolLM3-3B at revision a07cc9a0",
+        "the hub cannot be reached",
+        "--model FOLDER",
+        "--model tiny",
+    )
     assert compiled(tmp_path) == []
 
 
@@ -106,14 +122,19 @@ def broken(folder: Path, what: str) -> None:
     elif what == "torn header":
         weights.write_bytes(weights.read_bytes()[:50])
     elif what == "missing shard":
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": "gone.safetensors"}}))
+        (folder / "model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": {"model.norm.weight": "gone.safetensors"}})
+        )
 
 
 @pytest.mark.parametrize(
     "what, parts",
     [
         ("no config", ["no config.json there"]),
-        *((f"truncated {name}.json", [f"{name}.json: not valid JSON"]) for name in ("config", "tokenizer", "generation_config")),
+        *(
+            (f"truncated {name}.json", [f"{name}.json: not valid JSON"])
+            for name in ("config", "tokenizer", "generation_config")
+        ),
         ("another model", ["model_type is 'llama'", "'smollm3'"]),
         ("short schedule", ["no_rope_layers has 2 entries", "8"]),
         ("other shapes", ["mlp", "config.json asks for"]),
@@ -238,13 +259,17 @@ def test_validate_says_right_and_writes_it_down(artifact, tmp_path):
     page, found = tmp_path / "page.html", tmp_path / "found.json"
     done = run("validate", artifact, "--max-new-tokens", 3, "--json", found, "--html", page)
     assert done.returncode == 0 and "verdict: identical" in done.stdout, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1].startswith("57 of 57 prompts equal to transformers' (cpu, tp_degree 2, float32, 3 new tokens")
+    assert done.stdout.splitlines()[-1].startswith(
+        "57 of 57 prompts equal to transformers' (cpu, tp_degree 2, float32, 3 new tokens"
+    )
     cases = json.loads(found.read_text())["cases"]
     assert [sum(case["kind"] == kind for case in cases) for kind in ("prompt", "chat", "text")] == [57, 6, 1]
     assert {case["verdict"] for case in cases} == {"identical"}
     text = page.read_text()
     assert text.count("<svg") == 3 and text.count("<tr>") == 65
-    assert not [word for word in ("href", "src=", "url(", "<script") if word in text], "the page needs something outside of it"
+    assert not [word for word in ("href", "src=", "url(", "<script") if word in text], (
+        "the page needs something outside of it"
+    )
 
 
 def test_validate_says_wrong(stale, tmp_path):
@@ -262,7 +287,9 @@ def test_inspect_layers_finds_the_layer(artifact, stale):
 
 def test_benchmark_refuses(artifact, tmp_path):
     refused(run("benchmark"), "pass artifacts, or --shape")
-    refused(run("benchmark", artifact, "--prompt-lengths", 60, "--new-tokens", 8), "--prompt-lengths 60", "sequence of 64")
+    refused(
+        run("benchmark", artifact, "--prompt-lengths", 60, "--new-tokens", 8), "--prompt-lengths 60", "sequence of 64"
+    )
     refused(run("benchmark", artifact, "--new-tokens", 1), "new_tokens is 1", "at least 2")
     refused(run("benchmark", artifact, "--json", tmp_path / "no/file.json"), "no/file.json: no such folder")
 
@@ -280,12 +307,18 @@ def test_accept_goes_on_where_it_stopped(tmp_path):
 
     (tmp_path / "results/benchmark.json").mkdir(parents=True)  # what the fourth step cannot write over
     stopped = accept()
-    assert stopped.returncode == 1 and "benchmark: failed with exit code" in stopped.stderr, stopped.stdout + stopped.stderr
+    assert stopped.returncode == 1 and "benchmark: failed with exit code" in stopped.stderr, (
+        stopped.stdout + stopped.stderr
+    )
     (tmp_path / "results/benchmark.json").rmdir()
     done = accept()
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
-    assert [line for line in lines if "done before" in line] == ["environment: done before", "compile: done before", "validate: done before"]
+    assert [line for line in lines if "done before" in line] == [
+        "environment: done before",
+        "compile: done before",
+        "validate: done before",
+    ]
     assert lines[-2].startswith("| a CPU, ") and "| identical | 57 of 57 |" in lines[-2]
     page = (tmp_path / "results/benchmark.html").read_text()
     assert page.count("<svg") == 2 and page.count("<tr>") == 4

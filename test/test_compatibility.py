@@ -19,7 +19,9 @@ PLACES = {"nxd_cpu": CPU, "source 0.8.0": "0.8.0", "source 0.9.0": "0.9.0", "HLO
 
 def rows() -> list[list[str]]:
     section = (ROOT / "compatibility.md").read_text().split("\n## Features\n")[1].split("\n## ")[0]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line.startswith("|")]
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line.startswith("|")
+    ]
 
 
 def cells() -> list[tuple[str, str, str]]:

@@ -12,10 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from smollm3_neuron.artifact import Settings, compile_artifact, open_artifact
+
+from smollm3_neuron.artifact.build import Callbacks, compile_artifact
+from smollm3_neuron.artifact.folder import open_artifact
+from smollm3_neuron.artifact.settings import Settings
 from smollm3_neuron.errors import SmolLM3Error
-from smollm3_neuron.models import tiny_folder
-from smollm3_neuron.runtime import ensure_neuronx
+from smollm3_neuron.machine.locate import tiny_folder
+from smollm3_neuron.machine.runtime import ensure_neuronx
 
 ROOT = Path(__file__).resolve().parents[1]
 NEW_TOKENS = 24
@@ -29,7 +32,7 @@ def library():
 
 @pytest.fixture
 def worth_it(monkeypatch):
-    from smollm3_neuron.cpu_graphs import build
+    from nxd_cpu_compiler import build
 
     monkeypatch.setattr(build, "LEAST_BYTES", 0)
 
@@ -44,12 +47,14 @@ def ahead(tmp_path_factory, progress):
     """`tiny` at TP 1, compiled ahead of time: it is not by default."""
     if not shutil.which(os.environ.get("CXX", "g++")):
         pytest.skip("no C++ compiler here: the exported graphs are what runs")
-    from smollm3_neuron.cpu_graphs import build
+    from nxd_cpu_compiler import build
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "LEAST_BYTES", 0)
         output = tmp_path_factory.mktemp("ahead") / "tiny"
-        return compile_artifact(tiny_folder(), output, SETTINGS, "cpu", on_part=lambda *part: progress.append(part))
+        return compile_artifact(
+            tiny_folder(), output, SETTINGS, "cpu", callbacks=Callbacks(on_part=lambda *part: progress.append(part))
+        )
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +71,7 @@ def prompts():
 
 
 def test_the_same_tokens_and_logits(ahead, exported, prompts):
-    from smollm3_neuron.generation import generate
+    from smollm3_neuron.generate.generation import generate
 
     assert ahead.exported_because is None and "MB of weights are too few" in exported.exported_because
     found, expected = (
@@ -109,10 +114,9 @@ def test_one_part_per_kind_of_layer_and_bucket(ahead, progress):
 
 @pytest.mark.parametrize("layers", [4, 16])
 def test_depth_adds_no_part(layers, tmp_path):
-    from smollm3_neuron.artifact import build_config
+    from nxd_cpu_compiler.build import plan
+    from smollm3_neuron.artifact.build import build_config
     from smollm3_neuron.modeling_smollm3_3b import NeuronSmolLM3ForCausalLM
-
-    from smollm3_neuron.cpu_graphs.build import plan
 
     config = json.loads((tiny_folder() / "config.json").read_text())
     config |= {"num_hidden_layers": layers, "no_rope_layers": [1, 1, 1, 0] * (layers // 4), "layer_types": None}
@@ -130,18 +134,22 @@ def test_depth_adds_no_part(layers, tmp_path):
 def test_weights_are_mapped_once_for_all_parts(ahead):
     loaded = ahead.load().traced_model
     first, second = (arguments[0] for arguments in loaded._arguments.values())
-    shared = {tensor.data_ptr() for tensor in first if tensor is not None} & {t.data_ptr() for t in second if t is not None}
+    shared = {tensor.data_ptr() for tensor in first if tensor is not None} & {
+        t.data_ptr() for t in second if t is not None
+    }
     named = [name for graph in loaded._graphs.values() for name, _ in graph.arguments() if name]
     assert len(shared) == len(set(named)) and len(named) == 2 * len(set(named))
     weight = next(tensor for tensor in first if tensor is not None)
-    places = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "tp0_sharded_checkpoint" in line]
+    places = [
+        line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "tp0_sharded_checkpoint" in line
+    ]
     spans = [[int(end, 16) for end in place[0].split("-")] for place in places]
     assert any(begin <= weight.data_ptr() < end for begin, end in spans)
 
 
 def test_kept_graphs_stay_compiled(ahead, worth_it, tmp_path):
     copy, steps = shutil.copytree(ahead.path, tmp_path / "copy"), []
-    compile_artifact(tiny_folder(), copy, SETTINGS, "cpu", on_step=steps.append)
+    compile_artifact(tiny_folder(), copy, SETTINGS, "cpu", callbacks=Callbacks(on_step=steps.append))
     assert steps[-1].startswith("nothing to do")
     again = compile_artifact(tiny_folder(), copy, SETTINGS, "cpu", weights_only=True)
     assert again.manifest["files"] == ahead.manifest["files"] and again.exported_because is None
@@ -157,7 +165,7 @@ def test_a_damaged_part_is_named(ahead, tmp_path):
 
 
 def test_another_cpu_is_refused_and_compiled_for(ahead, worth_it, monkeypatch, tmp_path):
-    from smollm3_neuron.cpu_graphs import build, run
+    from nxd_cpu_compiler import build, run
 
     copy = shutil.copytree(ahead.path, tmp_path / "copy")
     lost = sorted(run.cpu_features())[0]
@@ -186,8 +194,9 @@ class Scaled(torch.nn.Module):
 def test_another_model_in_the_place_of_a_loaded_one(tmp_path):
     """The loader keeps a library for good, by its path."""
     from neuronx_distributed_inference._graph import export_graph
-    from smollm3_neuron.cpu_graphs.build import compile_ahead
-    from smollm3_neuron.cpu_graphs.run import load
+
+    from nxd_cpu_compiler.build import compile_ahead
+    from nxd_cpu_compiler.run import load
 
     folder, ones = tmp_path / "artifact", torch.ones(4)
     for factor in (2.0, 3.0):
@@ -199,7 +208,7 @@ def test_another_model_in_the_place_of_a_loaded_one(tmp_path):
 
 def test_a_token_outside_the_vocabulary_is_refused(ahead):
     """Machine code would end the process."""
-    from smollm3_neuron.generation import generate
+    from smollm3_neuron.generate.generation import generate
 
     for token in (512, -1):
         with pytest.raises(SmolLM3Error, match=f"prompt 1 has tokens from .*{token}.*allowed is 0 to 511"):
@@ -207,7 +216,7 @@ def test_a_token_outside_the_vocabulary_is_refused(ahead):
 
 
 def test_what_cannot_be_loaded_is_named(ahead, tmp_path):
-    from smollm3_neuron.cpu_graphs import run
+    from nxd_cpu_compiler import run
 
     folder = shutil.copytree(ahead.path, tmp_path / "copy")
     next(folder.glob("compiled/*.so")).write_text("not a library")
@@ -216,7 +225,7 @@ def test_what_cannot_be_loaded_is_named(ahead, tmp_path):
 
 
 def test_the_default_is_what_pays():
-    from smollm3_neuron.cpu_graphs.build import LEAST_BYTES, obstacle
+    from nxd_cpu_compiler.build import LEAST_BYTES, obstacle
 
     assert "at tp_degree 2 ranks are threads" in obstacle(2, LEAST_BYTES)
     assert f"{(LEAST_BYTES - 1) / 1e6:.1f} MB" in obstacle(1, LEAST_BYTES - 1)
@@ -225,7 +234,7 @@ def test_the_default_is_what_pays():
 def test_a_compiler_that_cannot_be_run_is_none(monkeypatch, tmp_path):
     from torch._inductor import config
 
-    from smollm3_neuron.cpu_graphs.build import LEAST_BYTES, obstacle
+    from nxd_cpu_compiler.build import LEAST_BYTES, obstacle
 
     monkeypatch.setattr(config.cpp, "cxx", (None, str(tmp_path)))  # a folder: as CXX has it
     assert "no C++ compiler was found" in obstacle(1, LEAST_BYTES)
@@ -234,7 +243,7 @@ def test_a_compiler_that_cannot_be_run_is_none(monkeypatch, tmp_path):
 def test_a_fault_of_torch_without_a_message_has_one(worth_it, monkeypatch, tmp_path):
     from torch._inductor.exc import InductorError
 
-    from smollm3_neuron.cpu_graphs import build
+    from nxd_cpu_compiler import build
 
     def fail(*arguments):
         raise InductorError(AssertionError(), None)
@@ -252,10 +261,10 @@ def test_a_cache_that_torch_cannot_make_is_named(tmp_path):
     (tmp_path / "main.py").write_text(f"""
 import common
 from pathlib import Path
-from smollm3_neuron.artifact import Settings, compile_artifact
-from smollm3_neuron.runtime import ensure_neuronx
+from smollm3_neuron.artifact.build import Callbacks, Settings, compile_artifact
+from smollm3_neuron.machine.runtime import ensure_neuronx
 ensure_neuronx()
-from smollm3_neuron.cpu_graphs import build
+from nxd_cpu_compiler import build
 build.LEAST_BYTES = 0
 output = Path({str(tmp_path / "tiny")!r})
 common.run(lambda: compile_artifact(Path({str(tiny_folder())!r}), output, Settings(tp_degree=1), "cpu"))
@@ -279,11 +288,11 @@ def test_without_a_compiler_that_works_the_exported_graphs_run(compiler, said, w
     code = f"""
 import json
 from pathlib import Path
-from smollm3_neuron.artifact import Settings, compile_artifact
-from smollm3_neuron.runtime import ensure_neuronx
+from smollm3_neuron.artifact.build import Callbacks, Settings, compile_artifact
+from smollm3_neuron.machine.runtime import ensure_neuronx
 ensure_neuronx()
-from smollm3_neuron.cpu_graphs import build
-from smollm3_neuron.generation import generate
+from nxd_cpu_compiler import build
+from smollm3_neuron.generate.generation import generate
 build.LEAST_BYTES = 0
 settings = Settings(tp_degree=1, seq_len=64, torch_dtype="float32")
 artifact = compile_artifact(Path({str(tiny_folder())!r}), Path({str(tmp_path / "tiny")!r}), settings, "cpu")
@@ -296,6 +305,6 @@ print(json.dumps([artifact.exported_because, sorted(artifact.manifest["files"]),
     because, files, tokens = json.loads(done.stdout.splitlines()[-1])
     assert re.search(said, because) and "\n" not in because
     assert files == sorted(exported.manifest["files"])
-    from smollm3_neuron.generation import generate
+    from smollm3_neuron.generate.generation import generate
 
     assert tokens == [row.tokens for row in generate(exported.load(), prompts[:2], 8)]

@@ -5,14 +5,17 @@ import shutil
 
 import pytest
 import torch
-from smollm3_neuron.artifact import Settings, build_config
+
+from smollm3_neuron.artifact.build import build_config
+from smollm3_neuron.artifact.settings import Settings
 from smollm3_neuron.errors import SmolLM3Error
-from smollm3_neuron.models import tiny_folder
-from smollm3_neuron.runtime import ensure_neuronx
+from smollm3_neuron.machine.locate import tiny_folder
+from smollm3_neuron.machine.runtime import ensure_neuronx
 
 ensure_neuronx()
 
 from neuronx_distributed_inference.utils.hf_adapter import load_pretrained_config  # noqa: E402
+
 from smollm3_neuron.modeling_smollm3_3b import (  # noqa: E402
     NeuronSmolLM3ForCausalLM,
     SmolLM3InferenceConfig,
@@ -50,7 +53,12 @@ def test_a_config_of_transformers_5(folder):
         "rope_scaling",
         "torch_dtype",
         dtype="bfloat16",
-        rope_parameters={"rope_theta": 5e6, "rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 2048},
+        rope_parameters={
+            "rope_theta": 5e6,
+            "rope_type": "yarn",
+            "factor": 2.0,
+            "original_max_position_embeddings": 2048,
+        },
     )
     config = build_config(folder, Settings(tp_degree=1, seq_len=64))
     assert config.rope_theta == 5e6

@@ -36,14 +36,14 @@ def test_the_wheel_holds_one_top_level_package(tmp_path):
     assert own <= {n.removeprefix("smollm3_neuron/") for n in names}
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")
-    code = "from smollm3_neuron.runtime import ensure_neuronx as e; print(e()); import neuronx_distributed; print(neuronx_distributed.__file__)"
+    code = "from smollm3_neuron.machine.runtime import ensure_neuronx as e; print(e()); import neuronx_distributed; print(neuronx_distributed.__file__)"
     done = run(code, tmp_path / "site")
     assert done.stdout.split() == ["cpu", str(tmp_path / "site/smollm3_neuron/nxd_cpu/neuronx_distributed/__init__.py")]
 
 
 def test_importing_it_imports_no_torch():
     done = run(
-        "import smollm3_neuron, smollm3_neuron.runtime, smollm3_neuron.models, smollm3_neuron.hf_config, smollm3_neuron.device\n"
+        "import smollm3_neuron, smollm3_neuron.machine.runtime, smollm3_neuron.machine.locate, smollm3_neuron.model.config, smollm3_neuron.machine.preflight\n"
         "print([m for m in ('torch', 'transformers', 'huggingface_hub') if m in sys.modules])"
     )
     assert done.stdout == "[]\n", done.stderr
@@ -56,7 +56,7 @@ def fake(folder: Path, *names: str) -> Path:
     return folder
 
 
-ENSURE = "from smollm3_neuron.runtime import ensure_neuronx\nbefore = list(sys.path)\n"
+ENSURE = "from smollm3_neuron.machine.runtime import ensure_neuronx\nbefore = list(sys.path)\n"
 
 
 def test_without_the_sdk_the_cpu_runtime_comes_last():

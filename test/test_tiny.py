@@ -19,7 +19,7 @@ TINY = ROOT / "contrib/models/SmolLM3-3B/test/tiny"
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("train_tiny", ROOT / "scripts/train_tiny.py")
+    spec = importlib.util.spec_from_file_location("train_tiny", ROOT / "tools/train_tiny.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
@@ -219,9 +219,9 @@ def test_prompts_tokenize_as_in_the_documents(script, tokenizer):
 @pytest.mark.parametrize("thinking", [True, False])
 def test_training_sees_the_chat_that_transformers_renders(script, tokenizer, thinking):
     template = jinja2.Template(script.TEMPLATE)
-    assert template.render(
-        messages=[QUESTION], add_generation_prompt=True, enable_thinking=thinking
-    ) == render(tokenizer, QUESTION, enable_thinking=thinking)
+    assert template.render(messages=[QUESTION], add_generation_prompt=True, enable_thinking=thinking) == render(
+        tokenizer, QUESTION, enable_thinking=thinking
+    )
 
 
 # ---- the trained model ----

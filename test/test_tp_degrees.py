@@ -8,9 +8,11 @@ import pytest
 import torch
 from reference import RANDOM, make_checkpoint
 from safetensors.torch import load_file, save_file
-from smollm3_neuron.artifact import Settings, compile_artifact
-from smollm3_neuron.models import tiny_folder
-from smollm3_neuron.runtime import ensure_neuronx
+
+from smollm3_neuron.artifact.build import compile_artifact
+from smollm3_neuron.artifact.settings import Settings
+from smollm3_neuron.machine.locate import tiny_folder
+from smollm3_neuron.machine.runtime import ensure_neuronx
 
 TP_DEGREES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32)
 NEW_TOKENS = 24
@@ -23,8 +25,8 @@ def library():
 
 def matches(folder: Path, prompts: list[list[int]], barred: list[int], settings: dict, output: Path) -> list[list[int]]:
     """The tokens, if they are transformers'; else none."""
-    from smollm3_neuron.generation import generate
-    from smollm3_neuron.reference import load_reference, reference_generate
+    from smollm3_neuron.check.reference import load_reference, reference_generate
+    from smollm3_neuron.generate.generation import generate
 
     model = compile_artifact(folder, output, Settings(seq_len=64, torch_dtype="float32", **settings), "cpu").load()
     results = generate(model, prompts, NEW_TOKENS, barred_token_ids=barred)
@@ -45,7 +47,9 @@ def prompts():
 
 # each degree once; the other half of the matrix is slow
 CELLS = [
-    pytest.param(tp, fused, marks=[] if fused == bool(i % 2) else pytest.mark.slow, id=f"tp{tp}-{'fused' if fused else 'split'}")
+    pytest.param(
+        tp, fused, marks=[] if fused == bool(i % 2) else pytest.mark.slow, id=f"tp{tp}-{'fused' if fused else 'split'}"
+    )
     for i, tp in enumerate(TP_DEGREES)
     for fused in (False, True)
 ]
@@ -95,14 +99,16 @@ def test_more_vocabulary_than_the_tokenizer_has(tmp_path, prompts):
     (folder / "config.json").write_text(json.dumps({**config, "vocab_size": len(embeddings) + 5}))
     texts, barred = prompts
     tokens = matches(folder, texts, barred, {"tp_degree": 2, "batch_size": 3}, tmp_path / "artifact")
-    assert len(embeddings) + 3 in tokens[0] and AutoTokenizer.from_pretrained(folder).decode([len(embeddings) + 3]) == ""
+    assert (
+        len(embeddings) + 3 in tokens[0] and AutoTokenizer.from_pretrained(folder).decode([len(embeddings) + 3]) == ""
+    )
 
 
 @pytest.mark.parametrize("tp_degree", [1, 2])
 def test_the_schedule_inverted_gives_other_tokens(tp_degree, prompts, tmp_path):
     """What must fail does: `tiny` with RoPE where it has none and none where it has it."""
-    from smollm3_neuron.generation import generate
-    from smollm3_neuron.reference import load_reference, reference_generate, token_match
+    from smollm3_neuron.check.reference import load_reference, reference_generate, token_match
+    from smollm3_neuron.generate.generation import generate
 
     folder = shutil.copytree(tiny_folder(), tmp_path / "inverted")
     config = json.loads((folder / "config.json").read_text())

@@ -1,6 +1,6 @@
 """validate.py and inspect_layers.py on copies of checkpoints: faults are called wrong and found, harmless changes are not.
 
-The models run uncompiled (scripts/eager_ranks.py), over shard files of their own; test_commands.py runs the commands.
+The models run uncompiled (nxd_cpu_compiler/eager_ranks.py), over shard files of their own; test_commands.py runs the commands.
 """
 
 import json
@@ -49,7 +49,7 @@ def bases(tmp_path_factory):
 @pytest.fixture(scope="session")
 def judge(bases):
     """judge(app, base name, dtype) -> Report; one reference per base."""
-    from smollm3_neuron.validation import Case, Reference, validate
+    from smollm3_neuron.check.validation import Case, Reference, validate
 
     text = tokens(20, 5)
     cases = [*(Case("prompt", str(p), p) for p in PROMPTS), Case("text", "text", text[:1], text[1:])]
@@ -59,14 +59,15 @@ def judge(bases):
 
 def load(folder: Path, out: Path, dtype: str = "float32", **settings):
     """The application with ranks that run uncompiled, over shards written to `out`."""
-    from smollm3_neuron.runtime import ensure_neuronx
+    from smollm3_neuron.machine.runtime import ensure_neuronx
 
     if ensure_neuronx() != "cpu":
         pytest.skip("the Neuron SDK is installed here: nxd_cpu is not used")
-    from eager_ranks import EagerRanks
-    from smollm3_neuron.artifact import Settings, build_config
+    from nxd_cpu_compiler.eager_ranks import EagerRanks
+    from smollm3_neuron.artifact.build import build_config
+    from smollm3_neuron.artifact.settings import Settings
     from smollm3_neuron.modeling_smollm3_3b import NeuronSmolLM3ForCausalLM
-    from smollm3_neuron.shard_writer import write_shards
+    from smollm3_neuron.weights.shard_writer import write_shards
 
     config = build_config(folder, Settings(**{"tp_degree": 1, "seq_len": SEQ_LEN, "torch_dtype": dtype, **settings}))
     write_shards(folder, config, out)
@@ -213,8 +214,8 @@ FAULTS = {
 
 
 def check_wrong(app, ranks, base, bases, judge, first):
-    from smollm3_neuron.inspection import inspect
-    from smollm3_neuron.validation import WRONG
+    from smollm3_neuron.check.inspection import inspect
+    from smollm3_neuron.check.validation import WRONG
 
     assert judge(app, base).verdict == WRONG
     found = inspect(app, bases[base], PROMPTS[2], ranks)
@@ -251,8 +252,9 @@ def test_a_stale_shard_is_wrong(stale, bases, judge, tmp_path):
         other = copy(bases["plain"], tmp_path / "other", None, lambda w: w.update({n: t * 1.001 for n, t in w.items()}))
         load(other, tmp_path / "of_other", tp_degree=2)
         shutil.copyfile(tmp_path / f"of_other/{files[stale].name}", files[stale])
-    from eager_ranks import EagerRanks
-    from smollm3_neuron.artifact import Settings, build_config
+    from nxd_cpu_compiler.eager_ranks import EagerRanks
+    from smollm3_neuron.artifact.build import build_config
+    from smollm3_neuron.artifact.settings import Settings
     from smollm3_neuron.modeling_smollm3_3b import NeuronSmolLM3ForCausalLM
 
     built = build_config(bases["plain"], Settings(tp_degree=2, seq_len=SEQ_LEN, torch_dtype="float32"))
@@ -311,8 +313,8 @@ HARMLESS = {
 
 @pytest.mark.parametrize("name", HARMLESS)
 def test_a_harmless_change_is_not_wrong(name, bases, judge, tmp_path):
-    from smollm3_neuron.inspection import inspect
-    from smollm3_neuron.validation import WRONG
+    from smollm3_neuron.check.inspection import inspect
+    from smollm3_neuron.check.validation import WRONG
 
     base, again, settings = HARMLESS[name]
     folder = again(bases[base], tmp_path / "copy") if again else bases[base]
@@ -324,7 +326,7 @@ def test_a_harmless_change_is_not_wrong(name, bases, judge, tmp_path):
 
 
 def test_a_float32_file_of_bfloat16_values_is_the_bfloat16_file(bases, tmp_path):
-    from smollm3_neuron.validation import WRONG, Case, Reference, validate
+    from smollm3_neuron.check.validation import WRONG, Case, Reference, validate
 
     half = copy(bases["plain"], tmp_path / "half", None, lambda w: w.update({n: t.bfloat16() for n, t in w.items()}))
     full = copy(half, tmp_path / "full", None, lambda w: w.update({n: t.float() for n, t in w.items()}))
@@ -341,9 +343,11 @@ def test_8_bit_weights_are_judged_by_what_they_stand_for(quantization_type, quan
     """The shards of a quantized artifact, each value times its scale, run as whole weights: right beside transformers with the
     same settings, wrong beside the checkpoint."""
     from safetensors.torch import load_file, save_file
-    from smollm3_neuron.artifact import Settings, build_config
-    from smollm3_neuron.shard_writer import write_shards
-    from smollm3_neuron.validation import IDENTICAL, WRONG, Case, Reference, validate
+
+    from smollm3_neuron.artifact.build import build_config
+    from smollm3_neuron.artifact.settings import Settings
+    from smollm3_neuron.check.validation import IDENTICAL, WRONG, Case, Reference, validate
+    from smollm3_neuron.weights.shard_writer import write_shards
 
     app, ranks = load(bases["plain"], tmp_path / "whole")
     of_8_bits = {"quantized": True, "quantization_type": quantization_type, "quantization_dtype": quantization_dtype}
@@ -367,7 +371,7 @@ def test_8_bit_weights_are_judged_by_what_they_stand_for(quantization_type, quan
 
 @pytest.mark.parametrize("tp_degree", [1, 2, 8])
 def test_bfloat16_of_float32_weights_is_a_near_tie_at_most(tp_degree, bases, judge, tmp_path):
-    from smollm3_neuron.validation import IDENTICAL, NEAR_TIE
+    from smollm3_neuron.check.validation import IDENTICAL, NEAR_TIE
 
     app, _ = load(bases["plain"], tmp_path / "weights", "bfloat16", tp_degree=tp_degree)
     report = judge(app, "plain", torch.bfloat16)
@@ -376,8 +380,8 @@ def test_bfloat16_of_float32_weights_is_a_near_tie_at_most(tp_degree, bases, jud
 
 def test_a_reference_that_lacks_a_weight_is_none(bases, tmp_path):
     """The package reads a head under either name, transformers under one: it would be random."""
+    from smollm3_neuron.check.reference import load_reference
     from smollm3_neuron.errors import SmolLM3Error
-    from smollm3_neuron.reference import load_reference
 
     def rename(weights):
         weights["model.lm_head.weight"] = weights.pop("lm_head.weight")
@@ -389,8 +393,8 @@ def test_a_reference_that_lacks_a_weight_is_none(bases, tmp_path):
 
 
 def test_tolerances_that_are_none_are_refused():
+    from smollm3_neuron.check.validation import parse_tol_map
     from smollm3_neuron.errors import SmolLM3Error
-    from smollm3_neuron.validation import parse_tol_map
 
     assert parse_tol_map({"5": 0.01, "all": 0.05}) == {"5": 0.01, "all": 0.05}
     for values in ({"7": 0.1}, {"5": "a"}, {"5": -1}, {}, [0.1]):
@@ -400,7 +404,7 @@ def test_tolerances_that_are_none_are_refused():
 
 def test_what_parts_on_a_tie_is_a_near_tie_and_beyond_it_wrong(bases, tmp_path):
     """Two rows of the head that are a rounding apart; the model, else right, prefers the other one."""
-    from smollm3_neuron.validation import NEAR_TIE, WRONG, Case, Reference, validate
+    from smollm3_neuron.check.validation import NEAR_TIE, WRONG, Case, Reference, validate
 
     first = Reference(bases["untied"], torch.float32).answer(PROMPTS[1], [0] * 6, ())[0]
     other = (first + 1) % 128

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-REGISTER = "from smollm3_neuron.vllm_plugin import register; register(); register()\n"
+REGISTER = "from smollm3_neuron.vllm.plugin import register; register(); register()\n"
 TABLE = "neuronx_distributed_inference.utils.constants"
 
 
@@ -20,7 +20,7 @@ def run(code: str, *path: Path) -> subprocess.CompletedProcess:
 
 def test_it_is_an_entry_point():
     (entry,) = [e for e in importlib.metadata.entry_points(group="vllm.general_plugins") if e.name == "smollm3"]
-    assert entry.value == "smollm3_neuron.vllm_plugin:register"
+    assert entry.value == "smollm3_neuron.vllm.plugin:register"
 
 
 def test_registering_imports_nothing_and_takes_no_time():

@@ -10,12 +10,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from smollm3_neuron import switches, vllm_serving
-from smollm3_neuron.artifact import Settings, compile_artifact, open_artifact
-from smollm3_neuron.chat import VLLM_TEMPLATE, guarded_template
+
+from smollm3_neuron.artifact.build import compile_artifact
+from smollm3_neuron.artifact.folder import open_artifact
+from smollm3_neuron.artifact.settings import Settings
 from smollm3_neuron.errors import SmolLM3Error
-from smollm3_neuron.models import tiny_folder
-from smollm3_neuron.runtime import ensure_neuronx
+from smollm3_neuron.generate.chat import VLLM_TEMPLATE, guarded_template
+from smollm3_neuron.machine.locate import tiny_folder
+from smollm3_neuron.machine.runtime import ensure_neuronx
+from smollm3_neuron.model import switches
+from smollm3_neuron.vllm import serving
 
 ensure_neuronx()
 RECORDED = json.loads((Path(__file__).parent / "vllm/recorded.json").read_text())
@@ -23,7 +27,7 @@ KEYWORDS = RECORDED["keywords"]
 SETTINGS = Settings(tp_degree=1, batch_size=4, seq_len=256, torch_dtype="float32")
 CONFIG_MD5 = """
 import hashlib, json, sys
-from smollm3_neuron.runtime import ensure_neuronx; ensure_neuronx()
+from smollm3_neuron.machine.runtime import ensure_neuronx; ensure_neuronx()
 from neuronx_distributed_inference.utils.hf_adapter import load_pretrained_config
 from smollm3_neuron.modeling_smollm3_3b import NeuronSmolLM3ForCausalLM as cls
 config = cls.get_config_cls()(
@@ -54,12 +58,14 @@ def test_the_hash_is_that_of_the_real_library_in_every_process(tmp_path, samplin
     for seed, folder in ((1, tiny_folder()), (2, elsewhere)):
         command = [sys.executable, "-c", CONFIG_MD5, json.dumps(keywords), str(folder)]
         path = ":".join(sys.path)
-        done = subprocess.run(command, capture_output=True, text=True, env={"PYTHONHASHSEED": str(seed), "PYTHONPATH": path})
+        done = subprocess.run(
+            command, capture_output=True, text=True, env={"PYTHONHASHSEED": str(seed), "PYTHONPATH": path}
+        )
         assert done.stdout.strip() == RECORDED["md5"]["0.8.0"][sampling], done.stderr[-2000:]
 
 
 def test_an_artifact_for_vllm_has_the_keywords_of_vllm_neuron():
-    settings = vllm_serving.settings_of_server(SETTINGS).checked(json.loads((tiny_folder() / "config.json").read_text()))
+    settings = serving.settings_of_server(SETTINGS).checked(json.loads((tiny_folder() / "config.json").read_text()))
     for name, value in vars(settings).items():
         if name == "on_device_sampling_config":
             assert value.items() <= KEYWORDS[name].items()
@@ -67,11 +73,13 @@ def test_an_artifact_for_vllm_has_the_keywords_of_vllm_neuron():
             assert value == KEYWORDS[name], name
         else:
             assert value == getattr(Settings, name), name
-    assert vllm_serving.settings_of_server(replace(SETTINGS, batch_size=1)).is_continuous_batching is False
+    assert serving.settings_of_server(replace(SETTINGS, batch_size=1)).is_continuous_batching is False
 
 
 def test_an_unknown_keyword_is_named():
-    with pytest.raises(SmolLM3Error, match="NeuronConfig has no 'fuse_qkv' in the installed NxD Inference, only 'fused_qkv'"):
+    with pytest.raises(
+        SmolLM3Error, match="NeuronConfig has no 'fuse_qkv' in the installed NxD Inference, only 'fused_qkv'"
+    ):
         served_config(fuse_qkv=True)
 
 
@@ -89,19 +97,25 @@ def test_only_an_artifact_that_is_missing_makes_it_recompile(tmp_path):
 
 @pytest.fixture(scope="module")
 def artifact(tmp_path_factory):
-    settings = vllm_serving.settings_of_server(SETTINGS)
+    settings = serving.settings_of_server(SETTINGS)
     return compile_artifact(tiny_folder(), tmp_path_factory.mktemp("artifact") / "tiny", settings, "cpu", name="tiny")
 
 
 def server_flags(artifact) -> tuple[dict, list[str]]:
-    environment, *words = shlex.split(vllm_serving.serve_command(artifact))
-    assert environment == f"NEURON_COMPILED_ARTIFACTS={artifact.path}" and words[:3] == ["vllm", "serve", str(tiny_folder())]
+    environment, *words = shlex.split(serving.serve_command(artifact))
+    assert environment == f"NEURON_COMPILED_ARTIFACTS={artifact.path}" and words[:3] == [
+        "vllm",
+        "serve",
+        str(tiny_folder()),
+    ]
     return {a: b for a, b in zip(words, words[1:]) if a.startswith("--")}, words
 
 
 def test_the_command_that_serves_an_artifact(artifact):
     flags, words = server_flags(artifact)
-    assert flags["--tensor-parallel-size"] == "1" and flags["--max-num-seqs"] == "4" and flags["--max-model-len"] == "256"
+    assert (
+        flags["--tensor-parallel-size"] == "1" and flags["--max-num-seqs"] == "4" and flags["--max-model-len"] == "256"
+    )
     assert flags["--max-num-batched-tokens"] == "256" and "--no-enable-chunked-prefill" in words
     assert flags["--dtype"] == "float32" and "--additional-config" not in words
     template = Path(flags["--chat-template"])
@@ -118,7 +132,7 @@ def test_the_command_that_serves_an_artifact(artifact):
     flags, words = server_flags(other)
     assert flags["--block-size"] == "32" and "--enable-prefix-caching" in words and "--additional-config" not in words
     with pytest.raises(SmolLM3Error, match="pa_num_blocks is 99: leave it out"):
-        vllm_serving.settings_of_server(replace(SETTINGS, is_prefix_caching=True, pa_num_blocks=99))
+        serving.settings_of_server(replace(SETTINGS, is_prefix_caching=True, pa_num_blocks=99))
 
 
 @pytest.fixture
@@ -130,12 +144,12 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_a_folder_for_these_flags_is_taken(folder, monkeypatch):
-    vllm_serving.check_folder(served_config())
-    vllm_serving.check_folder(served_config(pa_block_size=16))  # read with prefix caching only
+    serving.check_folder(served_config())
+    serving.check_folder(served_config(pa_block_size=16))  # read with prefix caching only
     (folder / "neuron_config.json").unlink()  # nothing yet: the server compiles into it
-    vllm_serving.check_folder(served_config(batch_size=8))
+    serving.check_folder(served_config(batch_size=8))
     monkeypatch.setenv("NEURON_COMPILED_ARTIFACTS", "")
-    vllm_serving.check_folder(served_config(batch_size=8))
+    serving.check_folder(served_config(batch_size=8))
 
 
 @pytest.mark.parametrize(
@@ -146,43 +160,47 @@ def test_a_folder_for_these_flags_is_taken(folder, monkeypatch):
         ({"tp_degree": 2}, ["tp_degree 1, the server asks for 2: change --tensor-parallel-size"]),
         ({"torch_dtype": "bfloat16"}, ["torch_dtype 'float32', the server asks for 'bfloat16': change --dtype"]),
         ({"fused_qkv": True}, ["fused_qkv False, the server asks for True: change override_neuron_config"]),
-        ({"on_device_sampling_config": None}, ["on_device_sampling_config", "asks for None: change override_neuron_config"]),
+        (
+            {"on_device_sampling_config": None},
+            ["on_device_sampling_config", "asks for None: change override_neuron_config"],
+        ),
     ],
 )
 def test_a_folder_for_other_flags_is_refused(folder, changes, parts):
     with pytest.raises(SmolLM3Error) as error:
-        vllm_serving.check_folder(served_config(**changes))
+        serving.check_folder(served_config(**changes))
     assert [part for part in [f"NEURON_COMPILED_ARTIFACTS={folder}", *parts] if part not in str(error.value)] == []
 
 
 @pytest.mark.parametrize(
-    "name, value", [("no_rope_layers", [1] * 8), ("vocab_size", 300), ("rope_theta", 1e4), ("tie_word_embeddings", False)]
+    "name, value",
+    [("no_rope_layers", [1] * 8), ("vocab_size", 300), ("rope_theta", 1e4), ("tie_word_embeddings", False)],
 )
 def test_a_folder_of_another_model_is_refused(folder, name, value):
     path = folder / "neuron_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), name: value}))
     with pytest.raises(SmolLM3Error, match=f"was made for a checkpoint with {name}"):
-        vllm_serving.check_folder(served_config())
+        serving.check_folder(served_config())
 
 
 @pytest.mark.parametrize("text", ["{", "{}", "[]"])
 def test_a_damaged_folder_is_refused(folder, text):
     (folder / "neuron_config.json").write_text(text)
     with pytest.raises(SmolLM3Error, match="neuron_config.json: damaged"):
-        vllm_serving.check_folder(served_config())
+        serving.check_folder(served_config())
 
 
 def test_an_artifact_is_checked_whole(artifact, monkeypatch):
     monkeypatch.setenv("NEURON_COMPILED_ARTIFACTS", str(artifact.path))
     with pytest.raises(SmolLM3Error, match="made for 'cpu', but this is 'neuron'"):
-        vllm_serving.check_folder(served_config())
+        serving.check_folder(served_config())
 
 
 def test_the_plugin_has_the_folder_checked_while_the_config_is_built(folder):
     """In a process of its own: registering is for good."""
     code = (
-        "import sys; from smollm3_neuron.runtime import ensure_neuronx; ensure_neuronx()\n"
-        "from smollm3_neuron.vllm_plugin import register; register()\n"
+        "import sys; from smollm3_neuron.machine.runtime import ensure_neuronx; ensure_neuronx()\n"
+        "from smollm3_neuron.vllm.plugin import register; register()\n"
         "import neuronx_distributed_inference.utils.constants\n" + CONFIG_MD5
     )
     for batch_size, said in ((4, None), (8, "batch_size 4, the server asks for 8: change --max-num-seqs")):

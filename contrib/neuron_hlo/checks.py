@@ -1,6 +1,7 @@
 """What must hold of every lowered graph of SmolLM3, on the facts that hlo.py found. Imports nothing."""
 
-from typing import Any, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 
 def faults(facts: dict[str, Any], schedule: list[int], neuron: dict[str, Any]) -> dict[str, str]:

@@ -13,11 +13,28 @@ from pathlib import Path
 
 # soname -> how the names of its symbols begin
 BIG = {
-    "libcublasLt.so.12": "cublasLt", "libcublas.so.12": "cublas", "libcudnn.so.9": "cudnn", "libcufft.so.11": "cufft",
-    "libcurand.so.10": "curand", "libcusparseLt.so.0": "cusparseLt", "libcusparse.so.12": "cusparse", "libnccl.so.2": "nccl",
-    "libnvshmem_host.so.3": "nvshmem", "libcusolver.so.11": "cusolver",
+    "libcublasLt.so.12": "cublasLt",
+    "libcublas.so.12": "cublas",
+    "libcudnn.so.9": "cudnn",
+    "libcufft.so.11": "cufft",
+    "libcurand.so.10": "curand",
+    "libcusparseLt.so.0": "cusparseLt",
+    "libcusparse.so.12": "cusparse",
+    "libnccl.so.2": "nccl",
+    "libnvshmem_host.so.3": "nvshmem",
+    "libcusolver.so.11": "cusolver",
 }
-TORCH = ("torch_cpu", "torch_cuda", "torch_python", "torch_nvshmem", "c10_cuda", "c10", "torch_cuda_linalg", "shm", "torch")
+TORCH = (
+    "torch_cpu",
+    "torch_cuda",
+    "torch_python",
+    "torch_nvshmem",
+    "c10_cuda",
+    "c10",
+    "torch_cuda_linalg",
+    "shm",
+    "torch",
+)
 
 
 def output_of(*command) -> str:
@@ -58,10 +75,12 @@ def build(lib: Path, soname: str, needed: set[str]) -> None:
 def main(site_packages: Path) -> None:
     lib = site_packages / "torch" / "lib"
     libraries = [path for name in TORCH if (path := lib / f"lib{name}.so").exists()]
-    there = set().union(*(
-        {symbol.partition("@")[0] for symbol in symbols(library, "--defined-only")}
-        for library in [*libraries, *site_packages.glob("nvidia/*/lib/*.so*")]
-    ))
+    there = set().union(
+        *(
+            {symbol.partition("@")[0] for symbol in symbols(library, "--defined-only")}
+            for library in [*libraries, *site_packages.glob("nvidia/*/lib/*.so*")]
+        )
+    )
     needed = defaultdict(set)
     for library in libraries:
         sonames = sonames_of_versions(library)
@@ -72,7 +91,9 @@ def main(site_packages: Path) -> None:
             if version:
                 needed[sonames.get(version)].add(symbol)
             else:  # the longest beginning: cublasLt before cublas
-                begins = [n for n, start in BIG.items() if name.startswith(start) or start == "nvshmem" and start in name]
+                begins = [
+                    n for n, start in BIG.items() if name.startswith(start) or start == "nvshmem" and start in name
+                ]
                 needed[max(begins, key=lambda soname: len(BIG[soname]), default=None)].add(symbol)
     for soname in BIG:
         if not (lib / soname).exists():

@@ -7,8 +7,20 @@ from typing import Any
 from . import protos
 
 BYTES = {
-    "PRED": 1, "S8": 1, "U8": 1, "S16": 2, "U16": 2, "F16": 2, "BF16": 2, "S32": 4, "U32": 4, "F32": 4, "S64": 8, "U64": 8,
-    "F64": 8, "F8E4M3FN": 1,
+    "PRED": 1,
+    "S8": 1,
+    "U8": 1,
+    "S16": 2,
+    "U16": 2,
+    "F16": 2,
+    "BF16": 2,
+    "S32": 4,
+    "U32": 4,
+    "F32": 4,
+    "S64": 8,
+    "U64": 8,
+    "F64": 8,
+    "F8E4M3FN": 1,
 }
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 # where the way from a K or V output back to its projection ends
@@ -138,7 +150,9 @@ def facts(module, record) -> dict[str, Any]:
         "collectives": {f"{opcode} {groups}": count for (opcode, groups), count in graph.collectives().items()},
         "keys_rotated": keys,
         "values_rotated": values,
-        "outputs": [[dtype_name(graph.by_id[at].shape), list(graph.by_id[at].shape.dimensions)] for at in graph.outputs],
+        "outputs": [
+            [dtype_name(graph.by_id[at].shape), list(graph.by_id[at].shape.dimensions)] for at in graph.outputs
+        ],
         "dynamic": graph.dynamic(),
         "float64": sum(dtype_name(i.shape) == "F64" for i in graph.instructions()),
         "flops": graph.flops(),
@@ -146,6 +160,7 @@ def facts(module, record) -> dict[str, Any]:
         "parameter_bytes": sum(nbytes(parameter.shape) for parameter in graph.parameters.values()),
     }
     if record:
+
         def shape_of(number):
             shape = graph.parameters[number].shape
             return [dtype_name(shape), list(shape.dimensions)]

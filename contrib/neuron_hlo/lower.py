@@ -1,6 +1,6 @@
 """Runs NxD Inference's own `compile` up to the call of neuronx-cc and keeps the HLO: `python -m neuron_hlo.lower JOBS.json`.
 
-    {"sources": [NXD_SRC, NXDI_SRC] or null, "package": FOLDER of smollm3_neuron, "paths": [...], "out": FOLDER,
+    {"sources": [NXD_SRC, NXDI_SRC] or null, "paths": [...], "out": FOLDER,
      "processes": how many at once, "jobs": [JOB, ...]}
     JOB: {"name", "checkpoint": FOLDER, "neuron": NeuronConfig's keywords, "model": "module:Class" (has a default),
           "shards": ["library", "ours"] or []}
@@ -11,7 +11,6 @@ OUT/NAME/facts.json what hlo.py found, or {"error": ...}.
 """
 
 import importlib
-import importlib.util
 import json
 import logging
 import multiprocessing.connection
@@ -28,7 +27,9 @@ from typing import Any
 import numpy
 import torch
 
-from . import hlo, inert, stand_ins
+from nxd_sources import inert
+
+from . import hlo, stand_ins
 
 MODEL = "smollm3_neuron.modeling_smollm3_3b:NeuronSmolLM3ForCausalLM"
 
@@ -100,7 +101,9 @@ def write(graph: Lowered, out: Path) -> dict[str, Any]:
 def run(job: dict[str, Any], out: Path) -> dict[str, Any]:
     """Lowers and shards one job; in a process of its own."""
     os.environ["BASE_COMPILE_WORK_DIR"] = f"{out}/work/"
-    os.environ["LOCAL_WORLD_SIZE"] = str(job["neuron"]["tp_degree"])  # NxD of SDK 2.27 asks a launcher's variable at TP 4
+    os.environ["LOCAL_WORLD_SIZE"] = str(
+        job["neuron"]["tp_degree"]
+    )  # NxD of SDK 2.27 asks a launcher's variable at TP 4
     module, name = job.get("model", MODEL).split(":")
     model_cls, neuron = getattr(importlib.import_module(module), name), job["neuron"]
     if neuron.get("quantized"):
@@ -115,7 +118,7 @@ def run(job: dict[str, Any], out: Path) -> dict[str, Any]:
             model_cls.save_quantized_state_dict(job["checkpoint"], model.config)
         model._builder.shard_checkpoint(str(out / "library"))
     if "ours" in job.get("shards", ()):
-        from smollm3_neuron.shard_writer import write_shards
+        from smollm3_neuron.weights.shard_writer import write_shards
 
         write_shards(job["checkpoint"], model.config, out / "ours")
     found["schedule"] = getattr(model.config, "no_rope_layers", None)
@@ -137,14 +140,6 @@ def run_to_file(job: dict[str, Any], out: Path) -> None:
     os._exit(0)  # the library's exit hooks expect a device
 
 
-def import_package(folder: str) -> None:
-    """The model's `src` folder under the name it is installed by."""
-    init = Path(folder) / "__init__.py"
-    spec = importlib.util.spec_from_file_location("smollm3_neuron", init, submodule_search_locations=[str(folder)])
-    sys.modules["smollm3_neuron"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sys.modules["smollm3_neuron"])
-
-
 def main(path: str) -> None:
     jobs = json.loads(Path(path).read_text())
     out = Path(jobs["out"])
@@ -155,7 +150,6 @@ def main(path: str) -> None:
         stand_ins.install()
         sys.path[:0] = [str(Path(source).resolve()) for source in jobs["sources"]]
     sys.path += jobs.get("paths", [])
-    import_package(jobs["package"])
     importlib.import_module(MODEL.split(":")[0])
     context = multiprocessing.get_context("fork")
     waiting, running = list(jobs["jobs"]), []

@@ -107,9 +107,11 @@ class _Enum:
 
 
 descriptor_pool.Default().Add(_file())
-globals().update({
-    name: message_factory.GetMessageClass(descriptor_pool.Default().FindMessageTypeByName(f"{PACKAGE}.{name}"))
-    for name in MESSAGES
-})
+globals().update(
+    {
+        name: message_factory.GetMessageClass(descriptor_pool.Default().FindMessageTypeByName(f"{PACKAGE}.{name}"))
+        for name in MESSAGES
+    }
+)
 PrimitiveType, Kind = _Enum(ENUMS["PrimitiveType"]), _Enum(ENUMS["Kind"])
 MetaTensor.Type = _Enum(ENUMS["MetaTensorType"])  # noqa: F821

@@ -16,16 +16,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from smollm3_neuron import hf_config
-from smollm3_neuron.artifact import Settings
+from smollm3_neuron.artifact.settings import Settings
 from smollm3_neuron.errors import SmolLM3Error
-from smollm3_neuron.machines import Estimate
+from smollm3_neuron.machine.roofline import Estimate
+from smollm3_neuron.model.config import read_config
 
 from .checks import faults
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".venv-hlo" / "bin" / "python"
-PACKAGE = ROOT / "contrib" / "models" / "SmolLM3-3B" / "src"
 REPORT = "report.json"
 VARIABLE = "NXD_SOURCE"
 NOTHING_COMPILED = "Nothing was compiled: this is the HLO that neuronx-cc would be given. It does not run on a device."
@@ -45,7 +44,9 @@ def interpreter(sources: str | None) -> tuple[str, list[str] | None]:
     nxd, _, nxdi = sources.partition(":")
     for folder, package in ((nxd, "neuronx_distributed"), (nxdi, "neuronx_distributed_inference")):
         if not folder or not (Path(folder) / package / "__init__.py").is_file():
-            raise SmolLM3Error(f"--nxd-source: {folder!r} holds no {package}; it is NXD/src:NXDI/src, two `src` folders")
+            raise SmolLM3Error(
+                f"--nxd-source: {folder!r} holds no {package}; it is NXD/src:NXDI/src, two `src` folders"
+            )
     if not PYTHON.is_file():
         raise SmolLM3Error(f"{PYTHON}: not there; run make hlo-venv in {ROOT}")
     return str(PYTHON), [os.path.abspath(nxd), os.path.abspath(nxdi)]
@@ -54,7 +55,7 @@ def interpreter(sources: str | None) -> tuple[str, list[str] | None]:
 def lower_checkpoint(folder: Path, output: Path, settings: Settings, sources: str | None) -> dict[str, Any]:
     """Lowers the model of the folder's config.json into `output`; returns the report. Raises SmolLM3Error."""
     python, folders = interpreter(sources)
-    values = hf_config.read_config(folder)
+    values = read_config(folder)
     settings = settings.checked(values)
     if output.exists() and not (output / REPORT).is_file():
         raise SmolLM3Error(f"{output}: something is there that --device hlo did not write; choose another --output")
@@ -63,8 +64,12 @@ def lower_checkpoint(folder: Path, output: Path, settings: Settings, sources: st
         staging = Path(scratch, "hlo")
         facts = _lower(python, folders, folder, settings, staging)
         report = {
-            "settings": asdict(settings), "schedule": facts["schedule"], "seconds": facts["seconds"],
-            "peak_memory": facts["peak_memory"], "graphs": _graphs(facts, values, settings), "note": NOTHING_COMPILED,
+            "settings": asdict(settings),
+            "schedule": facts["schedule"],
+            "seconds": facts["seconds"],
+            "peak_memory": facts["peak_memory"],
+            "graphs": _graphs(facts, values, settings),
+            "note": NOTHING_COMPILED,
         }
         for path in staging.iterdir():
             if path.is_dir():
@@ -82,13 +87,15 @@ def lower_checkpoint(folder: Path, output: Path, settings: Settings, sources: st
 def _lower(python: str, sources: list[str] | None, folder: Path, settings: Settings, out: Path) -> dict[str, Any]:
     job = {"name": out.name, "checkpoint": str(folder.absolute()), "neuron": settings.keywords()}
     jobs = out.parent / "jobs.json"
-    jobs.write_text(json.dumps({"sources": sources, "package": str(PACKAGE), "out": str(out.parent), "jobs": [job]}))
+    jobs.write_text(json.dumps({"sources": sources, "out": str(out.parent), "jobs": [job]}))
     done = subprocess.run(
-        [python, "-m", "neuron_hlo.lower", jobs], capture_output=True, text=True,
+        [python, "-m", "neuron_hlo.lower", jobs],
+        capture_output=True,
+        text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT / "contrib")},
     )
     if not (out / "facts.json").is_file():
-        last = (done.stderr.strip() or f"it ended with {done.returncode}, as a process does that runs out of memory")
+        last = done.stderr.strip() or f"it ended with {done.returncode}, as a process does that runs out of memory"
         raise SmolLM3Error(f"lowering failed: {last.splitlines()[-1]}")
     facts = json.loads((out / "facts.json").read_text())
     if "error" in facts:
@@ -98,7 +105,11 @@ def _lower(python: str, sources: list[str] | None, folder: Path, settings: Setti
 
 def _graphs(facts: dict[str, Any], values: dict[str, Any], settings: Settings) -> dict[str, dict[str, Any]]:
     of = Estimate(
-        SimpleNamespace(**values), settings.tp_degree, settings.seq_len, settings.batch_size, settings.torch_dtype,
+        SimpleNamespace(**values),
+        settings.tp_degree,
+        settings.seq_len,
+        settings.batch_size,
+        settings.torch_dtype,
         settings.max_context_length,
     )
     planned = {

@@ -22,8 +22,15 @@ import ml_dtypes
 import numpy
 
 DTYPES = {
-    "F32": numpy.float32, "F16": numpy.float16, "BF16": ml_dtypes.bfloat16, "S32": numpy.int32, "I32": numpy.int32,
-    "S64": numpy.int64, "PRED": numpy.bool_, "I8": numpy.int8, "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F32": numpy.float32,
+    "F16": numpy.float16,
+    "BF16": ml_dtypes.bfloat16,
+    "S32": numpy.int32,
+    "I32": numpy.int32,
+    "S64": numpy.int64,
+    "PRED": numpy.bool_,
+    "I8": numpy.int8,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
 }
 CONTEXT_ENCODING, TOKEN_GENERATION = "context_encoding_model", "token_generation_model"
 
@@ -68,7 +75,9 @@ class Graph:
         arrays = numpy.load(folder / f"{name}.npz")
         self.example_inputs = [arrays[f"input{at}"] for at in range(len(facts["inputs"]))]
         self.inputs = {number: at for at, number in enumerate(facts["inputs"]) if number >= 0}
-        self.states = {number: (state, shape, DTYPES[dtype]) for state, (number, dtype, shape) in facts["states"].items()}
+        self.states = {
+            number: (state, shape, DTYPES[dtype]) for state, (number, dtype, shape) in facts["states"].items()
+        }
         self.aliased = {int(output): state for output, state in facts["aliased"].items()}
         self.fixed = {
             number: self.put([shard[weight] for shard in shards]) for weight, (number, _, _) in facts["weights"].items()

@@ -26,12 +26,21 @@ import torch
 import torch_xla
 import torch_xla.debug.metrics as metrics
 
-from . import inert, ops, protos
+from nxd_sources import inert
+
+from . import ops, protos
 
 CLOSED = ("torch_neuronx", "libneuronxla", "neuronxcc", "nki", "nkilib", "torchvision")
 PRIMITIVE_TYPES = {
-    torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64", torch.int32: "S32",
-    torch.int64: "S64", torch.uint8: "U8", torch.int8: "S8", torch.bool: "PRED",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float64: "F64",
+    torch.int32: "S32",
+    torch.int64: "S64",
+    torch.uint8: "U8",
+    torch.int8: "S8",
+    torch.bool: "PRED",
 }
 NUMBERS = {dtype: getattr(protos.PrimitiveType, name) for dtype, name in PRIMITIVE_TYPES.items()}
 
@@ -48,7 +57,9 @@ class TraceRecord:
     states: dict[int, str]
     weights: dict[int, str]
     constants: dict[int, torch.Tensor]  # read by the graph, and neither an input nor in the model's state dict
-    buffers: dict[int, str]  # those constants that are buffers of the model: inverse frequencies, from the second bucket on
+    buffers: dict[
+        int, str
+    ]  # those constants that are buffers of the model: inverse frequencies, from the second bucket on
     unread: list[str]
     fallbacks: dict[str, int]  # aten operations that torch_xla gave back to the host
     executions: int  # of graphs while tracing: someone asked for a tensor's value
@@ -90,9 +101,7 @@ def named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def generate_hlo(
-    func, example_inputs, input_output_aliases=None, preserve_parameters=True, **options
-) -> HloArtifacts:
+def generate_hlo(func, example_inputs, input_output_aliases=None, preserve_parameters=True, **options) -> HloArtifacts:
     device = torch_xla.device()
     names = {id(tensor): name for name, tensor in named_tensors(func).items()}
     # name of the state -> output that becomes its next value
@@ -154,7 +163,10 @@ def metaneff(module, record: TraceRecord):
         key = record.states.get(n) or record.weights.get(n) or ""
         kind = types.INPUT_STATE if n in record.states else types.INPUT_WEIGHT if key else types.USER_INPUT
         meta.input_tensors.add(
-            name=f"input{n}".encode(), shape=parameter.dimensions, data_type=parameter.element_type, type=kind,
+            name=f"input{n}".encode(),
+            shape=parameter.dimensions,
+            data_type=parameter.element_type,
+            type=kind,
             checkpoint_key=key.encode(),
         )
     for output in shape.result.tuple_shapes:
@@ -188,7 +200,12 @@ def setup_compiler_dirs(hlo_module, work_dir, constants, inline_weights):
 
 
 def get_compile_command(target, work_dir, compiler_args):
-    return ["neuronx-cc", "compile", target, *(compiler_args.split() if isinstance(compiler_args, str) else compiler_args)]
+    return [
+        "neuronx-cc",
+        "compile",
+        target,
+        *(compiler_args.split() if isinstance(compiler_args, str) else compiler_args),
+    ]
 
 
 def save_compile_command(command, work_dir):

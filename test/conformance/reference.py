@@ -5,10 +5,10 @@ import json
 from pathlib import Path
 
 import torch
+from places import TINY
 from transformers import AutoTokenizer, SmolLM3Config, SmolLM3ForCausalLM
 
-from harness import TINY
-
+SEQ_LEN = 128  # of the real library's jobs, unless a cell says otherwise
 RANDOM = {
     "plain": {},
     "untied": {"tie_word_embeddings": False},
@@ -27,7 +27,10 @@ RANDOM = {
     "linear": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
     "llama3": {
         "rope_scaling": {
-            "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "rope_type": "llama3",
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
             "original_max_position_embeddings": 32,
         }
     },
@@ -35,7 +38,8 @@ RANDOM = {
     "one-token": {},  # prompted with one, which the library would read at its padding
     "window": {"use_sliding_window": True, "sliding_window": 16},  # on the NoPE layer
     "window-listed": {
-        "use_sliding_window": True, "sliding_window": 16,
+        "use_sliding_window": True,
+        "sliding_window": 16,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention", "full_attention"],
     },
     "window-everywhere": {"use_sliding_window": True, "sliding_window": 16, "layer_types": ["sliding_attention"] * 5},
@@ -67,17 +71,28 @@ def reference_tokens(checkpoint, prompt: tuple[int, ...], new_tokens: int, barre
             min_new_tokens=new_tokens,
             suppress_tokens=list(barred) or None,
         )
-    return output[0, len(prompt):].tolist()
+    return output[0, len(prompt) :].tolist()
 
 
 def make_checkpoint(folder: Path, **changes) -> str:
     """A small random checkpoint. Wide weights: its tokens differ as soon as anything in the computation does."""
     torch.manual_seed(0)
-    config = SmolLM3Config(**{
-        "vocab_size": 256, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 5,
-        "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 256, "rope_theta": 10000.0,
-        "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None, **changes,
-    })
+    config = SmolLM3Config(
+        **{
+            "vocab_size": 256,
+            "hidden_size": 128,
+            "intermediate_size": 192,
+            "num_hidden_layers": 5,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 256,
+            "rope_theta": 10000.0,
+            "pad_token_id": 0,
+            "bos_token_id": None,
+            "eos_token_id": None,
+            **changes,
+        }
+    )
     model = SmolLM3ForCausalLM(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

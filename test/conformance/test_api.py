@@ -7,7 +7,6 @@ import ast
 import re
 
 import pytest
-
 from extract_api import (
     LIBRARY,
     NXD_CPU,
@@ -136,7 +135,8 @@ def library_calls(file):
 @over_package
 def test_what_the_package_imports_exists(file, release):
     missing = [
-        f"{module}.{name}" for module, name in imports_of(file).values()
+        f"{module}.{name}"
+        for module, name in imports_of(file).values()
         if look_up(release, module, name) is None and f"{module}.{name}" not in API[release]
     ]
     assert not missing, f"not in {release}: {missing}"
@@ -170,10 +170,14 @@ def test_private_hooks_are_listed(file):
         for module, name in bases
         if look_up(release, module, f"{name}.{function.name}") is not None
     }
-    listed = next((
-        ast.literal_eval(node.value) for node in parse(file).body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_PRIVATE_HOOKS"
-    ), ())
+    listed = next(
+        (
+            ast.literal_eval(node.value)
+            for node in parse(file).body
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_PRIVATE_HOOKS"
+        ),
+        (),
+    )
     assert overridden == set(listed)
     for hook in listed:
         for release in RELEASES:

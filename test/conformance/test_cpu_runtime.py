@@ -6,25 +6,40 @@ Without --nxd-source against what `pytest test/conformance --nxd-source ... --re
 
 import hashlib
 import json
+from pathlib import Path
 
 import numpy
 import pytest
+from places import TINY
+from reference import SEQ_LEN, tiny_prompts
 
-import model_jobs
-from harness import HERE, SEQ_LEN, TINY, run_real
-from reference import tiny_prompts
+from nxd_sources import model_jobs
+from nxd_sources.release import run_real
 
-RECORDED = HERE / "recorded" / "tiny.json"
-RECORDED_LOGITS = HERE / "recorded" / "tiny_logits.npz"
+RECORDED = Path(__file__).parent / "recorded" / "tiny.json"
+RECORDED_LOGITS = Path(__file__).parent / "recorded" / "tiny_logits.npz"
 STEPS = 4  # prefill and three tokens
 TOLERANCE = 1e-5
 SHARDS = [(tp, fused, "bfloat16") for tp in (1, 2, 4, 8, 16) for fused in (False, True)]
 SHARDS += [(2, False, "float32"), (2, True, "float32")]
 RANDOM_SHARDS = [
-    ("plain", 3, False), ("plain", 3, True), ("plain", 8, True), ("untied", 4, True), ("biases", 2, True),
-    ("biases", 4, False), ("head-dim", 8, False), ("odd-vocabulary", 2, False), ("odd-vocabulary", 8, True),
-    ("9-heads-3-kv", 2, False), ("9-heads-3-kv", 4, True), ("9-heads-3-kv", 6, False),
-    ("12-heads-4-kv", 6, True), ("plain", 5, False), ("plain", 6, True), ("plain", 7, False), ("plain", 12, True),
+    ("plain", 3, False),
+    ("plain", 3, True),
+    ("plain", 8, True),
+    ("untied", 4, True),
+    ("biases", 2, True),
+    ("biases", 4, False),
+    ("head-dim", 8, False),
+    ("odd-vocabulary", 2, False),
+    ("odd-vocabulary", 8, True),
+    ("9-heads-3-kv", 2, False),
+    ("9-heads-3-kv", 4, True),
+    ("9-heads-3-kv", 6, False),
+    ("12-heads-4-kv", 6, True),
+    ("plain", 5, False),
+    ("plain", 6, True),
+    ("plain", 7, False),
+    ("plain", 12, True),
     ("odd-intermediate-biases", 4, False),
 ]
 
@@ -42,8 +57,14 @@ def random_shard_jobs(checkpoints):
 def logits_job(tp, fused, prompts, forced):
     neuron = {"tp_degree": tp, "batch_size": len(prompts), "seq_len": SEQ_LEN, "fused_qkv": fused}
     return {
-        "name": "tiny_logits", "kind": "generate", "checkpoint": str(TINY), "neuron": neuron,
-        "prompts": prompts, "forced": forced, "new_tokens": STEPS, "logits": True,
+        "name": "tiny_logits",
+        "kind": "generate",
+        "checkpoint": str(TINY),
+        "neuron": neuron,
+        "prompts": prompts,
+        "forced": forced,
+        "new_tokens": STEPS,
+        "logits": True,
     }
 
 
@@ -95,7 +116,7 @@ def expected(nxd_releases, record, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def model_cls():
-    from smollm3_neuron.runtime import ensure_neuronx
+    from smollm3_neuron.machine.runtime import ensure_neuronx
 
     if ensure_neuronx() != "cpu":
         pytest.skip("the Neuron SDK is installed here: nxd_cpu is not used")
@@ -105,7 +126,7 @@ def model_cls():
 
 
 def streaming_sharder(model, folder):
-    from smollm3_neuron.shard_writer import write_shards
+    from smollm3_neuron.weights.shard_writer import write_shards
 
     write_shards(model.model_path, model.config, folder)
 

@@ -9,16 +9,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from reference import reference_tokens
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import model_jobs
-from harness import run_real
-from reference import reference_tokens
+from nxd_sources import model_jobs
+from nxd_sources.release import run_real
 
 CPU = "nxd_cpu"
 PARTS, AHEAD = "nxd_cpu-in-parts", "nxd_cpu-compiled-ahead"  # at TP 1; the second one takes minutes for each
-IN_PARTS = ("continuous-batching-ctx2", "buckets-batch", "window-listed-tp1", "on-device-sampling-tp1", "vocab-parallel-odd-vocabulary-tp1")
+IN_PARTS = (
+    "continuous-batching-ctx2",
+    "buckets-batch",
+    "window-listed-tp1",
+    "on-device-sampling-tp1",
+    "vocab-parallel-odd-vocabulary-tp1",
+)
 
 
 def prompt(length, start=0):
@@ -43,8 +49,14 @@ class Feature:
         kind = "serve" if self.serve else "share" if self.cached else "generate"
         more = {"sampling_params": self.sampling_params} if self.sampling_params else {}
         return {
-            "name": self.name, "kind": kind, "checkpoint": checkpoints[self.checkpoint], "neuron": neuron,
-            "prompts": self.prompts, "new_tokens": self.new_tokens, **self.serve, **more,
+            "name": self.name,
+            "kind": kind,
+            "checkpoint": checkpoints[self.checkpoint],
+            "neuron": neuron,
+            "prompts": self.prompts,
+            "new_tokens": self.new_tokens,
+            **self.serve,
+            **more,
         }
 
     def expected(self, checkpoints):
@@ -58,7 +70,9 @@ COME_AND_GO = dict(comes=[0, 0, 2, 7, 13], stays=[12, 6, 14, 10, 5], lines=[1, 2
 REQUESTS = [prompt(9), prompt(40, 1), prompt(3, 2), prompt(5, 3), prompt(1, 4)]
 CONTINUOUS = dict(is_continuous_batching=True, batch_size=3)
 BUCKETS = dict(
-    enable_bucketing=True, context_encoding_buckets=[8, 16, 64], token_generation_buckets=[16, 32, 128],
+    enable_bucketing=True,
+    context_encoding_buckets=[8, 16, 64],
+    token_generation_buckets=[16, 32, 128],
     max_context_length=64,
 )
 EDGES = [prompt(length, length) for length in (1, 7, 8, 9, 15, 16, 17, 63, 64)]
@@ -71,26 +85,39 @@ WINDOWED = dict(windowed_context_encoding_size=16, max_context_length=64)
 SHARING = [prompt(200), prompt(170) + prompt(9, 1), prompt(100) + prompt(120, 2), prompt(192)]
 CACHED = (0, 160, 96, 160)
 PREFIX_CACHING = dict(
-    is_prefix_caching=True, is_block_kv_layout=True, is_continuous_batching=True, batch_size=4, ctx_batch_size=1,
-    seq_len=256, pa_block_size=32, pa_num_blocks=33,
+    is_prefix_caching=True,
+    is_block_kv_layout=True,
+    is_continuous_batching=True,
+    batch_size=4,
+    ctx_batch_size=1,
+    seq_len=256,
+    pa_block_size=32,
+    pa_num_blocks=33,
 )
 
 FEATURES = [
     *(
-        Feature(f"continuous-batching-tp{tp}", {**CONTINUOUS, "tp_degree": tp, "ctx_batch_size": 1}, REQUESTS, serve=COME_AND_GO)
+        Feature(
+            f"continuous-batching-tp{tp}",
+            {**CONTINUOUS, "tp_degree": tp, "ctx_batch_size": 1},
+            REQUESTS,
+            serve=COME_AND_GO,
+        )
         for tp in (1, 2)
     ),
-    Feature(
-        "continuous-batching-ctx2", {**CONTINUOUS, "ctx_batch_size": 2}, REQUESTS, serve=COME_AND_GO, only=(CPU,)
-    ),
+    Feature("continuous-batching-ctx2", {**CONTINUOUS, "ctx_batch_size": 2}, REQUESTS, serve=COME_AND_GO, only=(CPU,)),
     *(Feature(f"buckets-tp{tp}", {**BUCKETS, "tp_degree": tp, "batch_size": 1}, EDGES) for tp in (1, 2)),
     Feature("buckets-batch", {**BUCKETS, "batch_size": 2}, EDGES[1:]),
     Feature(
-        "buckets-automatic", {"enable_bucketing": True, "seq_len": 256, "batch_size": 1},
-        [prompt(127), prompt(128), prompt(129)], new_tokens=4,
+        "buckets-automatic",
+        {"enable_bucketing": True, "seq_len": 256, "batch_size": 1},
+        [prompt(127), prompt(128), prompt(129)],
+        new_tokens=4,
     ),
     Feature(
-        "continuous-batching-buckets", {**BUCKETS, **CONTINUOUS, "tp_degree": 2, "ctx_batch_size": 1}, REQUESTS,
+        "continuous-batching-buckets",
+        {**BUCKETS, **CONTINUOUS, "tp_degree": 2, "ctx_batch_size": 1},
+        REQUESTS,
         serve=COME_AND_GO,
     ),
     *(
@@ -98,12 +125,18 @@ FEATURES = [
         for name in ("window", "window-listed", "window-everywhere")
         for tp in (1, 2)
     ),
-    Feature("window-continuous-batching", {**CONTINUOUS, "ctx_batch_size": 1}, REQUESTS, "window-listed", serve=COME_AND_GO),
+    Feature(
+        "window-continuous-batching", {**CONTINUOUS, "ctx_batch_size": 1}, REQUESTS, "window-listed", serve=COME_AND_GO
+    ),
     *(
         Feature(
-            f"on-device-{name}-tp{tp}", {"tp_degree": tp, "on_device_sampling_config": config}, SHORT_AND_LONG, checkpoint,
+            f"on-device-{name}-tp{tp}",
+            {"tp_degree": tp, "on_device_sampling_config": config},
+            SHORT_AND_LONG,
+            checkpoint,
             # each of these leaves the best token only, in its own way
-            sampling_params=[[1.0, 1.0, 1.0], [256.0, 1e-4, 0.7]], only=() if tp == 1 else (CPU,),
+            sampling_params=[[1.0, 1.0, 1.0], [256.0, 1e-4, 0.7]],
+            only=() if tp == 1 else (CPU,),
         )
         for name, config in (("greedy", {"top_k": 1}), ("sampling", {"do_sample": True, "dynamic": True}))
         for tp, checkpoint in ((1, "plain"), (2, "odd-vocabulary"), (3, "plain"))
@@ -126,25 +159,45 @@ FEATURES = [
     ),
     *(
         Feature(
-            f"sequence-parallel-{name}-tp{tp}", {**SEQUENCE_PARALLEL, "tp_degree": tp, **more}, REQUESTS, serve=COME_AND_GO,
+            f"sequence-parallel-{name}-tp{tp}",
+            {**SEQUENCE_PARALLEL, "tp_degree": tp, **more},
+            REQUESTS,
+            serve=COME_AND_GO,
             only=SOURCES,
         )
-        for name, more in (("continuous-batching", {}), ("vocab-parallel-fused", {"vocab_parallel": True, "fused_qkv": True}))
+        for name, more in (
+            ("continuous-batching", {}),
+            ("vocab-parallel-fused", {"vocab_parallel": True, "fused_qkv": True}),
+        )
         for tp in (2, 4)
     ),
-    Feature("context-shorter-than-the-cache", {"max_context_length": 40, "tp_degree": 2}, SHORT_AND_LONG, new_tokens=80),
-    *(
-        Feature(f"windowed-context-tp{tp}", {**WINDOWED, "tp_degree": tp}, EDGES + [prompt(33), prompt(48)], only=SOURCES)
-        for tp in (1, 2)
-    ),
-    Feature("windowed-context-buckets", {**BUCKETS, **WINDOWED, "context_encoding_buckets": [16, 64]}, EDGES, only=SOURCES),
     Feature(
-        "sequence-parallel-prefix-caching-tp2", {**PREFIX_CACHING, "tp_degree": 2, "sequence_parallel_enabled": True}, SHARING,
-        "long", only=SOURCES, cached=CACHED,
+        "context-shorter-than-the-cache", {"max_context_length": 40, "tp_degree": 2}, SHORT_AND_LONG, new_tokens=80
     ),
     *(
         Feature(
-            f"prefix-caching-{name}-tp{tp}", {**PREFIX_CACHING, "tp_degree": tp, **more}, SHARING, "long", only=SOURCES,
+            f"windowed-context-tp{tp}", {**WINDOWED, "tp_degree": tp}, EDGES + [prompt(33), prompt(48)], only=SOURCES
+        )
+        for tp in (1, 2)
+    ),
+    Feature(
+        "windowed-context-buckets", {**BUCKETS, **WINDOWED, "context_encoding_buckets": [16, 64]}, EDGES, only=SOURCES
+    ),
+    Feature(
+        "sequence-parallel-prefix-caching-tp2",
+        {**PREFIX_CACHING, "tp_degree": 2, "sequence_parallel_enabled": True},
+        SHARING,
+        "long",
+        only=SOURCES,
+        cached=CACHED,
+    ),
+    *(
+        Feature(
+            f"prefix-caching-{name}-tp{tp}",
+            {**PREFIX_CACHING, "tp_degree": tp, **more},
+            SHARING,
+            "long",
+            only=SOURCES,
             cached=CACHED,
         )
         for name, more in (
@@ -166,31 +219,33 @@ def pytest_generate_tests(metafunc):
     cells += [(AHEAD, feature, pytest.mark.slow) for feature in on_cpu if feature.neuron.get("tp_degree", 1) == 1]
     for release in metafunc.config.nxd_releases:
         cells += [(release, feature, ()) for feature in FEATURES if not feature.only or release.version in feature.only]
-    metafunc.parametrize("place, feature", [
-        pytest.param(place, feature, id=f"{getattr(place, 'version', place)}-{feature.name}", marks=marks)
-        for place, feature, marks in cells
-    ])
+    metafunc.parametrize(
+        "place, feature",
+        [
+            pytest.param(place, feature, id=f"{getattr(place, 'version', place)}-{feature.name}", marks=marks)
+            for place, feature, marks in cells
+        ],
+    )
 
 
 class Uncompiled:
     """A part of a graph that torch interprets, called as a compiled one."""
 
     def __init__(self, part):
-        from smollm3_neuron.cpu_graphs.build import write_products
+        from nxd_cpu_compiler.build import write_products
 
         write_products(part.graph_module)
         self.run = lambda inputs: part.graph_module(*inputs)
 
 
 def on_nxd_cpu(job, folder, place=CPU):
-    from smollm3_neuron.runtime import ensure_neuronx
+    from smollm3_neuron.machine.runtime import ensure_neuronx
 
     if ensure_neuronx() != "cpu":
         pytest.skip("the Neuron SDK is installed here: nxd_cpu is not used")
+    from nxd_cpu_compiler.build import compile_ahead, plan
+    from nxd_cpu_compiler.run import CompiledGraph, load
     from smollm3_neuron.modeling_smollm3_3b import NeuronSmolLM3ForCausalLM
-
-    from smollm3_neuron.cpu_graphs.build import compile_ahead, plan
-    from smollm3_neuron.cpu_graphs.run import CompiledGraph, load
 
     def compile_and_load(model):
         artifact = folder / "artifact"
@@ -217,7 +272,9 @@ def on_sources(request, random_checkpoints, tmp_path_factory):
 
     def get(release, feature):
         if release not in results:
-            params = [item.callspec.params for item in request.session.items if "feature" in getattr(item, "fixturenames", ())]
+            params = [
+                item.callspec.params for item in request.session.items if "feature" in getattr(item, "fixturenames", ())
+            ]
             features = dict.fromkeys(p["feature"] for p in params if p["place"] == release)
             jobs = [feature.job(random_checkpoints) for feature in features]
             results[release] = run_real(release, jobs, tmp_path_factory.mktemp(release.version))
@@ -238,7 +295,7 @@ def test_tokens_equal_transformers(place, feature, on_sources, random_checkpoint
 
 def test_all_rope_is_a_llama(random_checkpoints):
     """A Llama with the weights of "all-rope" has its tokens: so those of the feature above are a Llama's."""
-    from smollm3_neuron.hf_config import REQUIRED, read_config
+    from smollm3_neuron.model.config import REQUIRED, read_config
 
     folder = random_checkpoints["all-rope"]
     config = read_config(folder)
@@ -247,7 +304,9 @@ def test_all_rope_is_a_llama(random_checkpoints):
     missing = llama.load_state_dict(load_file(f"{folder}/model.safetensors"), strict=False)
     assert (missing.missing_keys, missing.unexpected_keys) == (["lm_head.weight"], [])
     llama.tie_weights()
-    tokens = llama.generate(torch.tensor([SHORT_AND_LONG[1]]), do_sample=False, max_new_tokens=24, eos_token_id=None, pad_token_id=0)
+    tokens = llama.generate(
+        torch.tensor([SHORT_AND_LONG[1]]), do_sample=False, max_new_tokens=24, eos_token_id=None, pad_token_id=0
+    )
     assert tokens[0, 40:].tolist() == reference_tokens(folder, tuple(SHORT_AND_LONG[1]), 24, ())
 
 

@@ -7,17 +7,16 @@ import subprocess
 import sys
 
 import pytest
-
-from harness import HERE, MODEL
+from places import CONTRIB, MODEL
 
 # what is installed of this project is taken away again, and the closed modules are stood in for
 SITE = f"""
 import sys
 sys.meta_path[:] = [f for f in sys.meta_path if "smollm3_neuron" not in getattr(f, "__module__", "")]
-sys.path.insert(0, {str(HERE)!r})
-import stand_ins
+sys.path.insert(0, {str(CONTRIB)!r})
+from nxd_sources import closed_sdk
 del sys.path[0]
-stand_ins.install()
+closed_sdk.install()
 """
 
 
@@ -48,11 +47,18 @@ def test_nothing_of_ours_is_there(folder, nxd_releases):
 def test_its_tests_pass(folder, nxd_releases):
     code, said = run(folder, nxd_releases[0], "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "test")
     assert code == 0 and re.search(r"\d{3} passed", said), said[-4000:]
-    skipped = {re.sub(r"SKIPPED \[\d+\] |\.py(:\d+)?: .*", "", line) for line in said.splitlines() if line[:7] == "SKIPPED"}
-    assert skipped <= {"test/integration/test_model", "test/unit/test_chat"}  # compiles nothing; the 3B's template is not here
+    skipped = {
+        re.sub(r"SKIPPED \[\d+\] |\.py(:\d+)?: .*", "", line) for line in said.splitlines() if line[:7] == "SKIPPED"
+    }
+    assert skipped <= {
+        "test/integration/test_model",
+        "test/unit/test_chat",
+    }  # compiles nothing; the 3B's template is not here
 
 
 def test_its_snippet_for_this_library_runs(folder, nxd_releases):
-    (code,) = re.findall(r"<!-- run: by test_folder_alone.py -->\n```python\n(.*?)```", (folder / "README.md").read_text(), re.S)
+    (code,) = re.findall(
+        r"<!-- run: by test_folder_alone.py -->\n```python\n(.*?)```", (folder / "README.md").read_text(), re.S
+    )
     code, said = run(folder, nxd_releases[0], "-c", code)
     assert code == 0 and "The square root of 144 is 12" in said, said[-4000:]

@@ -3,8 +3,9 @@
 import re
 
 import pytest
+from places import ROOT, TINY
 
-from harness import ROOT, TINY, run_real
+from nxd_sources.release import run_real
 
 ROW = re.compile(r"^\| (\S+) \| (on|off) \| ([\d,]+) \| (\d+) \| (\d+) \| (\d+) \|", re.M)
 AT_MOST = {"on": 74, "off": 90}  # matrix products; the published port has 90 and cannot fuse
@@ -12,7 +13,9 @@ AT_MOST = {"on": 74, "off": 90}  # matrix products; the published port has 90 an
 
 def written() -> dict[tuple[str, str], list[int]]:
     text = (ROOT / "compatibility.md").read_text().partition("## Graph cost")[2]
-    return {(release, fused): [int(n.replace(",", "")) for n in numbers] for release, fused, *numbers in ROW.findall(text)}
+    return {
+        (release, fused): [int(n.replace(",", "")) for n in numbers] for release, fused, *numbers in ROW.findall(text)
+    }
 
 
 def test_the_table_is_complete():
@@ -25,7 +28,9 @@ def test_a_step_costs_what_the_table_says(nxd_releases, tmp_path):
     for release in nxd_releases:
         jobs = [
             {
-                "name": fused, "kind": "cost", "checkpoint": str(TINY),
+                "name": fused,
+                "kind": "cost",
+                "checkpoint": str(TINY),
                 "neuron": {"tp_degree": 1, "batch_size": 1, "seq_len": 128, "fused_qkv": fused == "on"},
             }
             for fused in ("off", "on")

@@ -6,8 +6,7 @@ import subprocess
 import sys
 
 import pytest
-
-from harness import ROOT, TINY
+from places import ROOT, TINY
 
 
 @pytest.fixture(scope="module")
@@ -15,8 +14,9 @@ def flipped(nxd_releases, tmp_path_factory):
     """An artifact of `tiny` whose layer 2 applies no RoPE, and the folder that it was made of."""
     if not nxd_releases:
         pytest.skip("needs --nxd-source NXD_SRC:NXDI_SRC, the sources of the real library")
-    from smollm3_neuron.artifact import Settings, compile_artifact
-    from smollm3_neuron.runtime import ensure_neuronx
+    from smollm3_neuron.artifact.build import compile_artifact
+    from smollm3_neuron.artifact.settings import Settings
+    from smollm3_neuron.machine.runtime import ensure_neuronx
 
     ensure_neuronx()
     folder = shutil.copytree(TINY, tmp_path_factory.mktemp("flipped") / "tiny")
@@ -30,9 +30,17 @@ def flipped(nxd_releases, tmp_path_factory):
 def test_the_layer_is_found(flipped, nxd_releases):
     artifact, folder = flipped
     for release in nxd_releases:
-        command = [sys.executable, ROOT / "scripts/inspect_layers.py", artifact, "--nxd-source", f"{release.nxd}:{release.nxdi}"]
+        command = [
+            sys.executable,
+            ROOT / "scripts/inspect_layers.py",
+            artifact,
+            "--nxd-source",
+            f"{release.nxd}:{release.nxdi}",
+        ]
         right = subprocess.run([*command, "--model", folder], capture_output=True, text=True)
         assert right.returncode == 0 and "108 values of 8 layers agree" in right.stdout, right.stdout + right.stderr
         wrong = subprocess.run([*command, "--model", TINY], capture_output=True, text=True)
-        assert wrong.returncode == 1 and "first difference: layer 2, attention_queries" in wrong.stdout, wrong.stdout + wrong.stderr
+        assert wrong.returncode == 1 and "first difference: layer 2, attention_queries" in wrong.stdout, (
+            wrong.stdout + wrong.stderr
+        )
         assert "layers [2] behave otherwise than the config says" in wrong.stdout

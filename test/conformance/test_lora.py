@@ -5,14 +5,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from peft import PeftModel
-from smollm3_neuron.adapter import check_serving
-from smollm3_neuron.errors import SmolLM3Error
-from smollm3_neuron.hf_config import read_config
-from smollm3_neuron.sharding import ShardingPlan
+from reference import make_adapter
 from transformers import SmolLM3ForCausalLM
 
-from harness import run_real
-from reference import make_adapter
+from nxd_sources.release import run_real
+from smollm3_neuron.errors import SmolLM3Error
+from smollm3_neuron.model.config import read_config
+from smollm3_neuron.model.heads import ShardingPlan
+from smollm3_neuron.weights.adapter import check_serving
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 PROMPTS = [[7, 45, 101, 9, 200], [250, 3, 77]]
@@ -26,7 +26,12 @@ def adapters(random_checkpoints, tmp_path_factory):
     return [
         make_adapter(checkpoint, folder / "all", target_modules=LINEARS),
         make_adapter(
-            checkpoint, folder / "two", target_modules=["q_proj", "down_proj"], layers_to_transform=[0, 3], r=3, use_rslora=True,
+            checkpoint,
+            folder / "two",
+            target_modules=["q_proj", "down_proj"],
+            layers_to_transform=[0, 3],
+            r=3,
+            use_rslora=True,
         ),
     ]
 
@@ -72,7 +77,10 @@ def config(checkpoint, folder, targets, tp_degree=2, fused_qkv=False, quantized=
     paths = dict(lora_ckpt_paths={"a": str(folder)}, lora_ckpt_paths_cpu={})
     values = dict(target_modules=targets, batch_size=1, max_lora_rank=4, **paths)
     neuron_config = SimpleNamespace(
-        tp_degree=tp_degree, batch_size=1, fused_qkv=fused_qkv, quantized=quantized,
+        tp_degree=tp_degree,
+        batch_size=1,
+        fused_qkv=fused_qkv,
+        quantized=quantized,
         lora_config=SimpleNamespace(**{**values, **lora}),
     )
     resolved = read_config(checkpoint)
@@ -92,7 +100,11 @@ MERGE = "--merge-adapter"
         ({"target_modules": ["embed_tokens"]}, {}, ["adapter for embed_tokens", MERGE]),
         ({"target_modules": ["lm_head"]}, {}, ["adapter for lm_head", MERGE]),
         ({"target_modules": ["up_proj"]}, {"batch_size": 2}, ["lora_config.batch_size is 2", "batch_size 1"]),
-        ({"target_modules": ["up_proj"], "alpha_pattern": {"up_proj": 3}}, {}, ["alpha_pattern is {'up_proj': 3}", MERGE]),
+        (
+            {"target_modules": ["up_proj"], "alpha_pattern": {"up_proj": 3}},
+            {},
+            ["alpha_pattern is {'up_proj': 3}", MERGE],
+        ),
         ({"target_modules": ["up_proj"], "use_dora": True}, {}, ["use_dora is True", MERGE]),
         ({"target_modules": ["up_proj"], "modules_to_save": ["norm"]}, {}, ["modules_to_save is ['norm']", MERGE]),
         ({"target_modules": r".*\.up_proj"}, {}, ["a list of target_modules", MERGE]),

@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import model_jobs
-from harness import run_real
+from nxd_sources import model_jobs
+from nxd_sources.release import run_real
 
 TENSOR, CHANNEL = "per_tensor_symmetric", "per_channel_symmetric"
 HEAD = ["lm_head"]
@@ -41,12 +41,12 @@ def job(checkpoints, checkpoint, tp, fused, quantization_type, quantization_dtyp
 
 def written(job, folder):
     """Our shard files by rank."""
-    from smollm3_neuron.runtime import ensure_neuronx
+    from smollm3_neuron.machine.runtime import ensure_neuronx
 
     if ensure_neuronx() != "cpu":
         pytest.skip("the Neuron SDK is installed here: nxd_cpu is not used")
     from smollm3_neuron.modeling_smollm3_3b import NeuronSmolLM3ForCausalLM
-    from smollm3_neuron.shard_writer import write_shards
+    from smollm3_neuron.weights.shard_writer import write_shards
 
     write_shards(job["checkpoint"], model_jobs.build_config(NeuronSmolLM3ForCausalLM, job), folder)
     return files(folder, job)
@@ -81,7 +81,9 @@ def test_shards_equal_the_librarys(case, of_library, nxd_releases, random_checkp
     ours = written(wanted, tmp_path)
     for release in nxd_releases:
         theirs = files(of_library(release, wanted), wanted)
-        assert [a.name for a, b in zip(ours, theirs, strict=True) if a.read_bytes() != b.read_bytes()] == [], release.version
+        assert [a.name for a, b in zip(ours, theirs, strict=True) if a.read_bytes() != b.read_bytes()] == [], (
+            release.version
+        )
 
 
 @pytest.mark.parametrize("dtype", ["int8", "f8e4m3"])
@@ -93,7 +95,9 @@ def test_values_are_the_checkpoints(quantization_type, dtype, random_checkpoints
     checkpoint = load_file(f"{random_checkpoints['plain']}/model.safetensors")
     checkpoint["model.lm_head.weight"] = checkpoint["model.embed_tokens.weight"]
     scales = {name for name in ranks[0] if name.endswith(".scale")}
-    assert len(scales) == 1 + 5 * 7 and scales == {name.replace("weight", "scale") for name in ranks[0] if is_linear(name)}
+    assert len(scales) == 1 + 5 * 7 and scales == {
+        name.replace("weight", "scale") for name in ranks[0] if is_linear(name)
+    }
     for name in scales:
         weight = name.removesuffix("scale") + "weight"
         is_row_parallel = "o_proj" in name or "down_proj" in name
@@ -107,7 +111,9 @@ def test_values_are_the_checkpoints(quantization_type, dtype, random_checkpoints
             assert shard[name].shape == ((len(expected), 1) if quantization_type == CHANNEL else (1,))
             step = shard[name] if dtype == "int8" else torch.maximum(expected.abs() / 8, shard[name] / 2**9)
             assert ((shard[weight].float() * shard[name] - expected).abs() <= step * 0.5001).all()
-    assert all(len(shard["lm_head.weight"].float().unique()) > 50 for shard in ranks)  # the known fault made it all zeros
+    assert all(
+        len(shard["lm_head.weight"].float().unique()) > 50 for shard in ranks
+    )  # the known fault made it all zeros
 
 
 def is_linear(name):
@@ -119,11 +125,12 @@ def test_an_adapter_is_merged_before(random_checkpoints, tmp_path):
     from types import SimpleNamespace
 
     from peft import LoraConfig, get_peft_model
-    from smollm3_neuron import hf_config
-    from smollm3_neuron.adapter import Adapter
-    from smollm3_neuron.modeling_smollm3_3b import NeuronSmolLM3ForCausalLM
-    from smollm3_neuron.shard_writer import write_shards
     from transformers import SmolLM3ForCausalLM
+
+    from smollm3_neuron.model.config import read_config
+    from smollm3_neuron.modeling_smollm3_3b import NeuronSmolLM3ForCausalLM
+    from smollm3_neuron.weights.adapter import Adapter
+    from smollm3_neuron.weights.shard_writer import write_shards
 
     base = SmolLM3ForCausalLM.from_pretrained(random_checkpoints["plain"])
     model = get_peft_model(base, LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False))
@@ -132,7 +139,7 @@ def test_an_adapter_is_merged_before(random_checkpoints, tmp_path):
     wanted = job({"merged": str(tmp_path / "merged")}, "merged", 2, False, CHANNEL, "int8", None)
     expected = [load_file(file) for file in written(wanted, tmp_path / "expected")]
     config = model_jobs.build_config(NeuronSmolLM3ForCausalLM, wanted)
-    adapter = Adapter(tmp_path / "adapter", SimpleNamespace(**hf_config.read_config(random_checkpoints["plain"])))
+    adapter = Adapter(tmp_path / "adapter", SimpleNamespace(**read_config(random_checkpoints["plain"])))
     write_shards(random_checkpoints["plain"], config, tmp_path / "found", adapter=adapter)
     for file, shard in zip(files(tmp_path / "found", wanted), expected):
         for name, tensor in load_file(file).items():

@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 
 import pytest
+from places import TINY
+from reference import RANDOM, SEQ_LEN, reference_tokens, tiny_eos, tiny_prompts
 
-from harness import SEQ_LEN, TINY, run_real
-from reference import RANDOM, reference_tokens, tiny_eos, tiny_prompts
+from nxd_sources.release import run_real
 
 NEW_TOKENS = 32
 RANDOM_PROMPTS = [[7, 3, 201, 90, 14], [5, 9, 33, 121, 200, 17, 61, 2, 88, 150, 34, 99, 240, 18, 77, 45, 6]]
@@ -23,22 +24,35 @@ class Cell:
         return f"{self.checkpoint}-tp{self.tp}-{'fused' if self.fused else 'split'}-batch{self.batch}"
 
 
-TINY_CELLS = [
-    Cell("tiny", tp, fused, batch) for tp in (1, 2, 4, 8) for fused in (False, True) for batch in (1, 2)
-]
+TINY_CELLS = [Cell("tiny", tp, fused, batch) for tp in (1, 2, 4, 8) for fused in (False, True) for batch in (1, 2)]
 # not in the matrix of TP 1 and 2; the second line: in test_features.py
 ELSEWHERE = (
-    "listed-inverted", "one-token", "12-heads-4-kv", "long",
-    "window", "window-listed", "window-everywhere", "gelu", "gelu_pytorch_tanh", "relu", "odd-intermediate",
+    "listed-inverted",
+    "one-token",
+    "12-heads-4-kv",
+    "long",
+    "window",
+    "window-listed",
+    "window-everywhere",
+    "gelu",
+    "gelu_pytorch_tanh",
+    "relu",
+    "odd-intermediate",
     "odd-intermediate-biases",
 )
 RANDOM_CELLS = [Cell(name, tp, fused=tp == 2) for name in RANDOM if name not in ELSEWHERE for tp in (1, 2)] + [
-    Cell("plain", 3), Cell("plain", 3, fused=True), Cell("9-heads-3-kv", 2), Cell("odd-vocabulary", 4),
-    Cell("one-token", 1), Cell("one-token", 2, batch=1),
+    Cell("plain", 3),
+    Cell("plain", 3, fused=True),
+    Cell("9-heads-3-kv", 2),
+    Cell("odd-vocabulary", 4),
+    Cell("one-token", 1),
+    Cell("one-token", 2, batch=1),
 ]
 # the degrees that convert to MHA, and many ranks: minutes on few cores
 SLOW_CELLS = [Cell("tiny", tp, fused) for tp in (3, 5, 6, 7, 12, 16) for fused in (False, True)] + [
-    Cell("12-heads-4-kv", 6), Cell("12-heads-4-kv", 6, fused=True), Cell("9-heads-3-kv", 2, fused=True)
+    Cell("12-heads-4-kv", 6),
+    Cell("12-heads-4-kv", 6, fused=True),
+    Cell("9-heads-3-kv", 2, fused=True),
 ]
 TWIN = Cell("listed-inverted", 1)  # the weights of "listed", and each flag the other way round
 
@@ -51,13 +65,16 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("release, cell", [pytest.param(None, None, marks=skip, id="real-library")])
         return
     twin = metafunc.function is test_inverted_schedule_is_noticed
-    metafunc.parametrize("release, cell", [
-        pytest.param(
-            release, cell, id=f"{release.version}-{cell.name}", marks=pytest.mark.slow if cell in SLOW_CELLS else ()
-        )
-        for release in metafunc.config.nxd_releases
-        for cell in ([TWIN] if twin else TINY_CELLS + RANDOM_CELLS + SLOW_CELLS)
-    ])
+    metafunc.parametrize(
+        "release, cell",
+        [
+            pytest.param(
+                release, cell, id=f"{release.version}-{cell.name}", marks=pytest.mark.slow if cell in SLOW_CELLS else ()
+            )
+            for release in metafunc.config.nxd_releases
+            for cell in ([TWIN] if twin else TINY_CELLS + RANDOM_CELLS + SLOW_CELLS)
+        ],
+    )
 
 
 def prompts_of(cell):
@@ -88,17 +105,23 @@ def real_tokens(request, random_checkpoints, tmp_path_factory):
         if release not in results:
             params = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
             cells = dict.fromkeys(p["cell"] for p in params if "cell" in p and p["release"] == release)
-            jobs = [{
-                "name": cell.name,
-                "kind": "generate",
-                "checkpoint": checkpoint_of(cell, random_checkpoints),
-                "neuron": {
-                    "tp_degree": cell.tp, "batch_size": cell.batch, "seq_len": SEQ_LEN, "fused_qkv": cell.fused
-                },
-                "prompts": prompts_of(cell),
-                "barred": barred_in(cell),
-                "new_tokens": NEW_TOKENS,
-            } for cell in cells]
+            jobs = [
+                {
+                    "name": cell.name,
+                    "kind": "generate",
+                    "checkpoint": checkpoint_of(cell, random_checkpoints),
+                    "neuron": {
+                        "tp_degree": cell.tp,
+                        "batch_size": cell.batch,
+                        "seq_len": SEQ_LEN,
+                        "fused_qkv": cell.fused,
+                    },
+                    "prompts": prompts_of(cell),
+                    "barred": barred_in(cell),
+                    "new_tokens": NEW_TOKENS,
+                }
+                for cell in cells
+            ]
             try:
                 results[release] = run_real(release, jobs, tmp_path_factory.mktemp(release.version))
             except RuntimeError as error:  # once, not for every cell

@@ -4,14 +4,14 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from harness import MODEL, ROOT, Release
+from places import CONTRIB, ROOT
+
+from nxd_sources.release import Release
 
 HERE = Path(__file__).resolve().parent
-CONTRIB = ROOT / "contrib"
 LOWERS, RUNS = ROOT / ".venv-hlo", ROOT / ".venv-hlo-run"
 NEW_TOKENS = 24
 PROCESSES = 2
@@ -46,8 +46,12 @@ class Cell:
     @property
     def neuron(self) -> dict:
         return {
-            "tp_degree": self.tp, "batch_size": self.batch, "seq_len": self.seq_len, "torch_dtype": self.dtype,
-            "fused_qkv": self.fused, **self.options,
+            "tp_degree": self.tp,
+            "batch_size": self.batch,
+            "seq_len": self.seq_len,
+            "torch_dtype": self.dtype,
+            "fused_qkv": self.fused,
+            **self.options,
         }
 
 
@@ -55,7 +59,11 @@ GREEDY = {"on_device_sampling": {"do_sample": False, "top_k": 1}}
 CONTINUOUS = {"is_continuous_batching": True, "ctx_batch_size": 1}
 BUCKETS = {"enable_bucketing": True}
 PREFIX_CACHING = {
-    **CONTINUOUS, "is_prefix_caching": True, "is_block_kv_layout": True, "pa_block_size": 32, "pa_num_blocks": 16,
+    **CONTINUOUS,
+    "is_prefix_caching": True,
+    "is_block_kv_layout": True,
+    "pa_block_size": 32,
+    "pa_num_blocks": 16,
 }
 SEQUENCE_PARALLEL = {"sequence_parallel_enabled": True}
 PER_CHANNEL = {"quantized": True, "quantization_type": "per_channel_symmetric"}
@@ -69,7 +77,14 @@ CELLS = [
     Cell("plain", 3, label="sequence-parallel", options=SEQUENCE_PARALLEL, seq_len=126),
     Cell("plain", 2, label="buckets", options=BUCKETS, seq_len=256),
     Cell("plain", 2, label="continuous", options=CONTINUOUS),
-    Cell("plain", 4, fused=True, label="all", options={**GREEDY, **CONTINUOUS, **BUCKETS, **SEQUENCE_PARALLEL}, seq_len=256),
+    Cell(
+        "plain",
+        4,
+        fused=True,
+        label="all",
+        options={**GREEDY, **CONTINUOUS, **BUCKETS, **SEQUENCE_PARALLEL},
+        seq_len=256,
+    ),
     Cell("plain", 2, label="vocab-parallel", options={"vocab_parallel": True}),
     Cell("odd-vocabulary", 4, label="vocab-parallel", options={"vocab_parallel": True}),
     Cell("plain", 2, label="async", options={"async_mode": True, **GREEDY}),
@@ -92,16 +107,26 @@ CELLS = [
     Cell("plain", 8, fused=True, label="int8-channel", options=PER_CHANNEL),
     Cell("untied", 2, label="f8e4m3", options={"quantized": True, "quantization_dtype": "f8e4m3"}),
     Cell(
-        "plain", 3, fused=True, label="f8e4m3-channel",
+        "plain",
+        3,
+        fused=True,
+        label="f8e4m3-channel",
         options={**PER_CHANNEL, "quantization_dtype": "f8e4m3", "modules_to_not_convert": ["lm_head"]},
     ),
     Cell("plain", 2, dtype="bfloat16"),
     Cell("plain", 8, fused=True, dtype="bfloat16"),
 ]
 SHORTENED = {
-    "tiny-tp2-split", "tiny-tp8-fused", "plain-tp3-split", "plain-tp5-fused", "plain-tp3-split-sampling",
-    "plain-tp2-split-sequence-parallel", "plain-tp2-split-buckets", "plain-tp2-split-bfloat16",
-    "plain-tp2-split-int8", "plain-tp3-fused-f8e4m3-channel",
+    "tiny-tp2-split",
+    "tiny-tp8-fused",
+    "plain-tp3-split",
+    "plain-tp5-fused",
+    "plain-tp3-split-sampling",
+    "plain-tp2-split-sequence-parallel",
+    "plain-tp2-split-buckets",
+    "plain-tp2-split-bfloat16",
+    "plain-tp2-split-int8",
+    "plain-tp3-fused-f8e4m3-channel",
 }
 # NxDI's own Llama beside the sequence-parallel cells: what its collectives are
 LLAMA = "neuronx_distributed_inference.models.llama.modeling_llama:NeuronLlamaForCausalLM"
@@ -145,10 +170,17 @@ def call(python: Path, command: list, log: Path, timeout: float, **environment) 
 def lower(release: Release, jobs: list[dict], out: Path, timeout: float = 900) -> dict[str, dict]:
     """Facts by job name."""
     out.mkdir(parents=True, exist_ok=True)
-    (out / "jobs.json").write_text(json.dumps({
-        "sources": [release.nxd, release.nxdi], "package": str(MODEL / "src"), "paths": [str(HERE)], "out": str(out),
-        "processes": PROCESSES, "jobs": jobs,
-    }))
+    (out / "jobs.json").write_text(
+        json.dumps(
+            {
+                "sources": [release.nxd, release.nxdi],
+                "paths": [str(HERE)],
+                "out": str(out),
+                "processes": PROCESSES,
+                "jobs": jobs,
+            }
+        )
+    )
     command = ["-m", "neuron_hlo.lower", str(out / "jobs.json")]
     call(LOWERS / "bin/python", command, out / "log", timeout, PYTHONPATH=str(CONTRIB))
     return {job["name"]: json.loads((out / job["name"] / "facts.json").read_text()) for job in jobs}
@@ -159,8 +191,7 @@ def run(runs: list[dict], out: Path, timeout: float = 900) -> dict[str, dict]:
     for one in runs:
         one["result"] = str(out / f"{one['name']}.run.json")
     (out / "runs.json").write_text(json.dumps({"processes": PROCESSES, "runs": runs}))
-    call(RUNS / "bin/python", [str(CONTRIB / "neuron_hlo/run_xla.py"), str(out / "runs.json")], out / "runs.log", timeout)
+    call(
+        RUNS / "bin/python", [str(CONTRIB / "neuron_hlo/run_xla.py"), str(out / "runs.json")], out / "runs.log", timeout
+    )
     return {one["name"]: json.loads(Path(one["result"]).read_text()) for one in runs}
-
-
-sys.path.insert(0, str(CONTRIB))

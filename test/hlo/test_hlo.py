@@ -10,21 +10,22 @@ from filecmp import cmpfiles
 from pathlib import Path
 from types import SimpleNamespace
 
+import lowering
 import numpy
 import pytest
 import torch
-
-import lowering
-from harness import TINY
 from lowering import NEW_TOKENS, TWINS, Cell, cells_of, prompts_of
-from neuron_hlo.checks import faults
+from places import TINY
 from reference import make_checkpoint, reference_tokens
 from safetensors.torch import load_file, save_file
-from smollm3_neuron import hf_config, models
-from smollm3_neuron.artifact import Settings
-from smollm3_neuron.machines import Estimate
-from smollm3_neuron.reference import load_reference
 from transformers import LlamaConfig, SmolLM3ForCausalLM
+
+from neuron_hlo.checks import faults
+from smollm3_neuron.artifact.settings import Settings
+from smollm3_neuron.check.reference import load_reference
+from smollm3_neuron.machine.locate import SMOLLM3_3B
+from smollm3_neuron.machine.roofline import Estimate
+from smollm3_neuron.model.config import read_config
 
 pytestmark = pytest.mark.hlo
 SAFETENSORS = {"I32": "S32", "I8": "S8", "F8_E4M3": "F8E4M3FN"}  # the names that differ from HLO's
@@ -37,7 +38,9 @@ def pytest_generate_tests(metafunc):
     if not wanted:
         return
     releases = metafunc.config.nxd_releases
-    reason = lowering.missing() or (None if releases else "needs --nxd-source NXD_SRC:NXDI_SRC, the sources of the library")
+    reason = lowering.missing() or (
+        None if releases else "needs --nxd-source NXD_SRC:NXDI_SRC, the sources of the library"
+    )
     names = ["release", *sorted(wanted - {"release"})]
     if reason:
         skipped = pytest.param(*[None] * len(names), marks=pytest.mark.skip(reason=reason), id="real-library")
@@ -46,17 +49,26 @@ def pytest_generate_tests(metafunc):
         which = {
             test_bfloat16_is_off_by_no_more_than_transformers: lambda cell: cell.dtype == "bfloat16",
             # the block tables of prefix caching are not made up here: test_features.py runs it
-            test_tokens_equal_transformers: lambda cell: cell.dtype != "bfloat16" and not cell.options.get("is_prefix_caching"),
+            test_tokens_equal_transformers: lambda cell: (
+                cell.dtype != "bfloat16" and not cell.options.get("is_prefix_caching")
+            ),
             # in windows everything is there once per window, with the window's place as a constant
             test_graphs: lambda cell: "windowed" not in cell.name,
             test_collectives_of_sequence_parallel_are_llamas: lambda cell: "sequence-parallel" in cell.name,
         }.get(metafunc.function, lambda cell: True)
-        metafunc.parametrize(names, [
-            pytest.param(release, cell, id=f"{release.version}-{cell.name}")
-            for release in releases for cell in cells_of(release) if which(cell)
-        ])
+        metafunc.parametrize(
+            names,
+            [
+                pytest.param(release, cell, id=f"{release.version}-{cell.name}")
+                for release in releases
+                for cell in cells_of(release)
+                if which(cell)
+            ],
+        )
     elif "twin" in wanted:
-        metafunc.parametrize(names, [pytest.param(r, twin, id=f"{r.version}-{twin}") for r in releases for twin in TWINS])
+        metafunc.parametrize(
+            names, [pytest.param(r, twin, id=f"{r.version}-{twin}") for r in releases for twin in TWINS]
+        )
     else:
         metafunc.parametrize(names, [pytest.param(r, id=r.version) for r in releases])
 
@@ -70,14 +82,23 @@ class Lowered:
 
         jobs = [job(cell, shards=["library", "ours"]) for cell in cells]
         jobs += [{**job(TWIN), "name": twin, "model": f"twins:{twin}", "shards": ["ours"]} for twin in twins]
-        jobs += [{
-            **job(cell), "name": f"llama-{cell.name}", "checkpoint": checkpoints["llama"], "model": lowering.LLAMA,
-            "shards": [], "neuron": {**cell.neuron, "fused_qkv": False},
-        } for cell in cells if "sequence-parallel" in cell.name]
+        jobs += [
+            {
+                **job(cell),
+                "name": f"llama-{cell.name}",
+                "checkpoint": checkpoints["llama"],
+                "model": lowering.LLAMA,
+                "shards": [],
+                "neuron": {**cell.neuron, "fused_qkv": False},
+            }
+            for cell in cells
+            if "sequence-parallel" in cell.name
+        ]
         self.out = out
         self.facts = lowering.lower(release, jobs, out)
         runs = [
-            self._run(cell.name, cell, checkpoints[cell.checkpoint]) for cell in cells
+            self._run(cell.name, cell, checkpoints[cell.checkpoint])
+            for cell in cells
             if "graphs" in self.facts[cell.name] and not cell.options.get("is_prefix_caching")
         ]
         runs += [self._run(twin, TWIN, None) for twin in ("WrongSchedule", "SwappedKeysAndValues") if twin in twins]
@@ -85,8 +106,11 @@ class Lowered:
 
     def _run(self, name, cell, checkpoint):
         run = {
-            "name": name, "folder": str(self.out / name), "shards": str(self.out / name / "ours"),
-            "prompts": prompts_of(cell), "new_tokens": NEW_TOKENS,
+            "name": name,
+            "folder": str(self.out / name),
+            "shards": str(self.out / name / "ours"),
+            "prompts": prompts_of(cell),
+            "new_tokens": NEW_TOKENS,
         }
         if cell.dtype == "bfloat16":
             run["new_tokens"] = 8
@@ -111,8 +135,14 @@ def checkpoints(random_checkpoints, tmp_path_factory) -> dict[str, str]:
     """Folders by name; of "llama" no more than its config."""
     llama, negative = (tmp_path_factory.mktemp(name) for name in ("llama", "negative"))
     LlamaConfig(
-        vocab_size=256, hidden_size=128, intermediate_size=192, num_hidden_layers=5, num_attention_heads=8,
-        num_key_value_heads=8, max_position_embeddings=256, pad_token_id=0,
+        vocab_size=256,
+        hidden_size=128,
+        intermediate_size=192,
+        num_hidden_layers=5,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        max_position_embeddings=256,
+        pad_token_id=0,
     ).save_pretrained(llama)
     make_checkpoint(negative, vocab_size=253, tie_word_embeddings=False)
     below_zero(negative / "model.safetensors")
@@ -175,7 +205,9 @@ def test_graphs(release, cell, lowered, checkpoints):
     graphs = lowered(release).graphs(cell.name)
     assert {facts["submodel"] for facts in graphs.values()} == {"context_encoding_model", "token_generation_model"}
     schedule = schedule_of(checkpoints[cell.checkpoint])
-    assert {name: faults(facts, schedule, cell.neuron) for name, facts in graphs.items()} == {name: {} for name in graphs}
+    assert {name: faults(facts, schedule, cell.neuron) for name, facts in graphs.items()} == {
+        name: {} for name in graphs
+    }
 
 
 def test_weights_are_those_of_the_shard_files(release, cell, lowered):
@@ -245,12 +277,12 @@ def test_broken_twin_is_caught(release, twin, lowered, checkpoints):
 
 
 def test_the_3b_config_lowers_and_agrees_with_plan(release, tmp_path):
-    """Operations and bytes per step within 2% of smollm3_neuron.machines, without any weights."""
-    (tmp_path / "config.json").write_text(json.dumps(models.SMOLLM3_3B))
+    """Operations and bytes per step within 2% of smollm3_neuron.machine.roofline, without any weights."""
+    (tmp_path / "config.json").write_text(json.dumps(SMOLLM3_3B))
     job = {"name": "3b", "checkpoint": str(tmp_path), "neuron": NEURON_3B}
     facts = lowering.lower(release, [job], tmp_path)["3b"]
     assert "error" not in facts, facts["traceback"]
-    values = hf_config.read_config(tmp_path)
+    values = read_config(tmp_path)
     of = Estimate(SimpleNamespace(**values), NEURON_3B["tp_degree"], NEURON_3B["seq_len"])
     prefill, decode = facts["graphs"]["context_encoding_model_0"], facts["graphs"]["token_generation_model_0"]
     for found in (prefill, decode):
@@ -263,8 +295,20 @@ def test_the_3b_config_lowers_and_agrees_with_plan(release, tmp_path):
 def test_command_writes_the_graphs_and_a_report(release, tmp_path):
     out = tmp_path / "out"
     command = [
-        sys.executable, lowering.ROOT / "scripts/compile.py", "--model", "tiny", "--tp", "4", "--seq-len", "128",
-        "--device", "hlo", "--nxd-source", f"{release.nxd}:{release.nxdi}", "--output", out,
+        sys.executable,
+        lowering.ROOT / "scripts/compile.py",
+        "--model",
+        "tiny",
+        "--tp",
+        "4",
+        "--seq-len",
+        "128",
+        "--device",
+        "hlo",
+        "--nxd-source",
+        f"{release.nxd}:{release.nxdi}",
+        "--output",
+        out,
     ]
     for _ in range(2):  # the second takes the place of the first
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
@@ -272,7 +316,10 @@ def test_command_writes_the_graphs_and_a_report(release, tmp_path):
         assert done.stdout.startswith("Nothing was compiled") and "FAULT" not in done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert sorted(path.name for path in out.iterdir()) == [
-        "context_encoding_model_0.hlo", "report.json", "report.txt", "token_generation_model_0.hlo"
+        "context_encoding_model_0.hlo",
+        "report.json",
+        "report.txt",
+        "token_generation_model_0.hlo",
     ]
     report = json.loads((out / "report.json").read_text())
     for found in report["graphs"].values():
@@ -283,8 +330,18 @@ def test_command_writes_the_graphs_and_a_report(release, tmp_path):
 
 def test_command_names_what_the_library_refuses(release, tmp_path):
     command = [
-        sys.executable, lowering.ROOT / "scripts/compile.py", "--model", "tiny", "--seq-len", "4097", "--device", "hlo",
-        "--nxd-source", f"{release.nxd}:{release.nxdi}", "--output", tmp_path / "out",
+        sys.executable,
+        lowering.ROOT / "scripts/compile.py",
+        "--model",
+        "tiny",
+        "--seq-len",
+        "4097",
+        "--device",
+        "hlo",
+        "--nxd-source",
+        f"{release.nxd}:{release.nxdi}",
+        "--output",
+        tmp_path / "out",
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2 and done.stderr.startswith("error: seq_len is 4097"), done.stderr

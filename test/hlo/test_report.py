@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from harness import ROOT
+from places import ROOT
 
 
 def compile_to_hlo(*args, **environment):

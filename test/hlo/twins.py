@@ -5,8 +5,12 @@ import copy
 import torch
 from neuronx_distributed_inference.models.model_wrapper import DecoderModelInstance
 from neuronx_distributed_inference.modules.attention.gqa import GroupQueryAttention_QKV
+
 from smollm3_neuron.modeling_smollm3_3b import (
-    NeuronSmolLM3Attention, NeuronSmolLM3DecoderLayer, NeuronSmolLM3ForCausalLM, NeuronSmolLM3Model
+    NeuronSmolLM3Attention,
+    NeuronSmolLM3DecoderLayer,
+    NeuronSmolLM3ForCausalLM,
+    NeuronSmolLM3Model,
 )
 
 OUTSIDE = torch.zeros(1, 1, 128)  # never moved to the device with the model

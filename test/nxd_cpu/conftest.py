@@ -20,8 +20,17 @@ def checkpoint(tmp_path_factory):
 
     torch.manual_seed(0)
     config = SmolLM3Config(
-        vocab_size=131, hidden_size=64, intermediate_size=98, num_hidden_layers=3, num_attention_heads=8,
-        num_key_value_heads=2, no_rope_layers=[1, 0, 1], pad_token_id=3, bos_token_id=1, eos_token_id=2, tie_word_embeddings=True,
+        vocab_size=131,
+        hidden_size=64,
+        intermediate_size=98,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        no_rope_layers=[1, 0, 1],
+        pad_token_id=3,
+        bos_token_id=1,
+        eos_token_id=2,
+        tie_word_embeddings=True,
     )
     model = SmolLM3ForCausalLM(config)
     for parameter in model.parameters():
@@ -49,8 +58,13 @@ def build(checkpoint):
     from src.modeling_smollm3_3b import NeuronSmolLM3ForCausalLM, SmolLM3InferenceConfig
 
     defaults = dict(
-        batch_size=3, ctx_batch_size=2, seq_len=32, max_context_length=16, is_continuous_batching=True,
-        save_sharded_checkpoint=True, torch_dtype=torch.float32,
+        batch_size=3,
+        ctx_batch_size=2,
+        seq_len=32,
+        max_context_length=16,
+        is_continuous_batching=True,
+        save_sharded_checkpoint=True,
+        torch_dtype=torch.float32,
     )
 
     def build(**options):

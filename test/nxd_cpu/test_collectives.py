@@ -3,7 +3,6 @@ import threading
 
 import pytest
 import torch
-
 from neuronx_distributed._cpu import RankThreads, all_gather, all_reduce
 
 

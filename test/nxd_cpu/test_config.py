@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from neuronx_distributed_inference.models.config import InferenceConfig, NeuronConfig, OnDeviceSamplingConfig
 from neuronx_distributed_inference.utils.hf_adapter import load_pretrained_config
 

@@ -3,8 +3,6 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
-
 from neuronx_distributed._cpu import RankThreads
 from neuronx_distributed._shard import shard_checkpoint
 from neuronx_distributed.parallel_layers import mappings, parallel_state
@@ -16,6 +14,7 @@ from neuronx_distributed_inference.modules.attention.gqa import (
     determine_sharding_strategy,
     get_shardable_head_counts,
 )
+from torch import nn
 
 TP = [1, 2, 3, 4]
 

@@ -80,7 +80,9 @@ def prompt(length: int) -> torch.Tensor:
 def peaks(folder, lengths, compiled: Path, capsys) -> list[int]:
     found = [run(folder, length, compiled / str(length))[1] for length in lengths]
     with capsys.disabled():
-        print("\n ", ", ".join(f"{length:,} tokens: {peak / 1e6:.0f} MB" for length, peak in zip(lengths, found)), end=" ")
+        print(
+            "\n ", ", ".join(f"{length:,} tokens: {peak / 1e6:.0f} MB" for length, peak in zip(lengths, found)), end=" "
+        )
     return found
 
 

@@ -7,12 +7,11 @@ import zipfile
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
-
 from neuronx_distributed._cpu import RankThreads
 from neuronx_distributed.parallel_layers import parallel_state
 from neuronx_distributed_inference._graph import load_graphs
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 PROMPTS = [[5, 9, 77, 130, 8], [12, 40, 3, 3, 99, 100, 7, 61, 4], [17]]
 
@@ -103,7 +102,10 @@ def test_loaded_equals_eager(compiled):
 
 def test_buckets(build, reference, tmp_path):
     app = build(
-        batch_size=1, ctx_batch_size=1, enable_bucketing=True, context_encoding_buckets=[4, 16],
+        batch_size=1,
+        ctx_batch_size=1,
+        enable_bucketing=True,
+        context_encoding_buckets=[4, 16],
         token_generation_buckets=[8, 32],
     )
     app.compile(str(tmp_path))
@@ -169,7 +171,11 @@ def test_one_rank_has_no_collectives(compiled):
 
 def test_a_step_at_65536_positions_writes_only_its_row(build, tmp_path):
     app = build(
-        batch_size=1, ctx_batch_size=1, seq_len=65536, enable_bucketing=True, context_encoding_buckets=[16],
+        batch_size=1,
+        ctx_batch_size=1,
+        seq_len=65536,
+        enable_bucketing=True,
+        context_encoding_buckets=[16],
         token_generation_buckets=[32, 65536],
     )
     app.compile(str(tmp_path))

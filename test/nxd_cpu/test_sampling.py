@@ -16,7 +16,9 @@ def sampler(**options):
     return Sampler(SimpleNamespace(on_device_sampling_config=OnDeviceSamplingConfig(**options)))
 
 
-@pytest.mark.parametrize("params", [(5, 1.0, 1.0), (40, 0.7, 1.3), (8, 0.5, 0.6), (3, 0.01, 2.0), (0, 0.9, 1.0), (-1, 1.0, 5.0)])
+@pytest.mark.parametrize(
+    "params", [(5, 1.0, 1.0), (40, 0.7, 1.3), (8, 0.5, 0.6), (3, 0.01, 2.0), (0, 0.9, 1.0), (-1, 1.0, 5.0)]
+)
 def test_draws_are_those_of_transformers(params):
     top_k, top_p, temperature = params
     torch.manual_seed(1)

@@ -38,7 +38,10 @@ def test_a_window_as_long_as_the_cache_is_none():
     [
         (dict(max_context_length=8), "a length of 8, at least 15 is needed"),
         (dict(enable_bucketing=True, context_encoding_buckets=[8, 128]), "a length of 8"),
-        (dict(enable_bucketing=True, token_generation_buckets=[64, 128]), r"token_generation_buckets is \[64, 128\].*\[128\]"),
+        (
+            dict(enable_bucketing=True, token_generation_buckets=[64, 128]),
+            r"token_generation_buckets is \[64, 128\].*\[128\]",
+        ),
         (dict(enable_bucketing=True, seq_len=512), "token_generation_buckets is"),
         (dict(attn_kernel_enabled=True), "attn_kernel_enabled is True"),
         (dict(k_cache_transposed=True), "k_cache_transposed is True"),

@@ -8,7 +8,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 def pytest_addoption(parser):
     parser.getgroup("vllm").addoption(
-        "--vllm-neuron-source", metavar="DIR", help="the sources of vllm-neuron 0.2.0, the folder that holds vllm_neuron"
+        "--vllm-neuron-source",
+        metavar="DIR",
+        help="the sources of vllm-neuron 0.2.0, the folder that holds vllm_neuron",
     )
 
 
@@ -20,7 +22,9 @@ def pytest_generate_tests(metafunc):
     source, releases = metafunc.config.getoption("--vllm-neuron-source", None), metafunc.config.nxd_releases
     reason = serving.missing([source] if source else [], releases)
     if reason:
-        metafunc.parametrize("release", [pytest.param(None, marks=pytest.mark.skip(reason=reason), id="vllm-neuron")], scope="session")
+        metafunc.parametrize(
+            "release", [pytest.param(None, marks=pytest.mark.skip(reason=reason), id="vllm-neuron")], scope="session"
+        )
     else:
         metafunc.parametrize("release", [pytest.param(r, id=r.version) for r in releases], scope="session")
 

@@ -25,12 +25,16 @@ def main(path: str) -> None:
     model_cls = loader._get_neuron_model_cls(config.model_config.hf_config.architectures[0])
     neuron_config = model_cls.get_neuron_config_cls()(**keywords)
     built = model_cls.get_config_cls()(neuron_config, load_config=load_pretrained_config(job["engine"]["model"]))
-    Path(job["out"]).write_text(json.dumps({
-        "imported_before": before,
-        "model": f"{model_cls.__module__}.{model_cls.__name__}",
-        "keywords": to_dict(defaults),
-        "md5": hashlib.md5(built.to_json_string().encode("utf-8")).hexdigest(),
-    }))
+    Path(job["out"]).write_text(
+        json.dumps(
+            {
+                "imported_before": before,
+                "model": f"{model_cls.__module__}.{model_cls.__name__}",
+                "keywords": to_dict(defaults),
+                "md5": hashlib.md5(built.to_json_string().encode("utf-8")).hexdigest(),
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

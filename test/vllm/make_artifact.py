@@ -12,8 +12,9 @@ import neuron_on_cpu
 def main(path: str) -> None:
     job = json.loads(Path(path).read_text())
     neuron_on_cpu.platform()
-    from smollm3_neuron.artifact import Settings, compile_artifact
-    from smollm3_neuron.vllm_serving import serve_command, settings_of_server
+    from smollm3_neuron.artifact.build import compile_artifact
+    from smollm3_neuron.artifact.settings import Settings
+    from smollm3_neuron.vllm.serving import serve_command, settings_of_server
 
     settings = settings_of_server(Settings(**job["settings"]), sampling_given=True)
     artifact = compile_artifact(Path(job["checkpoint"]), Path(job["output"]), settings, "neuron")

@@ -15,9 +15,9 @@ def main(path: str) -> None:
     for _ in range(job.get("rounds", 1)):
         prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
         outputs = llm.generate(prompts, [SamplingParams(**params) for params in job["params"]], use_tqdm=False)
-        rounds.append([
-            {"tokens": list(output.outputs[0].token_ids), "cached": output.num_cached_tokens} for output in outputs
-        ])
+        rounds.append(
+            [{"tokens": list(output.outputs[0].token_ids), "cached": output.num_cached_tokens} for output in outputs]
+        )
     Path(job["out"]).write_text(json.dumps(rounds))
 
 

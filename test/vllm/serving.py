@@ -12,7 +12,9 @@ import time
 import urllib.request
 from pathlib import Path
 
-from harness import Release
+from places import CONTRIB
+
+from nxd_sources.release import Release
 
 HERE = Path(__file__).resolve().parent
 TIMEOUT = 600  # seconds; a start takes 20 to 60
@@ -35,7 +37,7 @@ def missing(sources: list[str], releases: list[Release]) -> str | None:
 
 
 def environment(release: Release, vllm_neuron: str, scratch: Path, **more) -> dict[str, str]:
-    paths = [HERE / "no_device", HERE.parent / "conformance", vllm_neuron, release.nxd, release.nxdi]
+    paths = [HERE / "no_device", CONTRIB, vllm_neuron, release.nxd, release.nxdi]
     return {
         **{name: value for name, value in os.environ.items() if not name.startswith(("NEURON_", "VLLM_"))},
         "PYTHONPATH": ":".join(map(str, paths)), "VLLM_CACHE_ROOT": str(scratch / "cache"), "HF_HUB_OFFLINE": "1",
@@ -76,7 +78,16 @@ def server(arguments: list, scratch: Path, env: dict[str, str]):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = ["-m", "vllm.entrypoints.cli.main", "serve", *map(str, arguments), "--host", "127.0.0.1", "--port", str(port)]
+    command = [
+        "-m",
+        "vllm.entrypoints.cli.main",
+        "serve",
+        *map(str, arguments),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+    ]
     process = start(command, scratch / "log", env)
     try:
         deadline = time.monotonic() + TIMEOUT

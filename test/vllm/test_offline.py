@@ -25,7 +25,9 @@ def checkpoint(tmp_path_factory):
 def requests() -> tuple[list[list[int]], list[int]]:
     """Prompts of 1 to 200 tokens in no order, two of them alike, and how many tokens each gets: more than slots."""
     generator = random.Random(0)
-    prompts = [[generator.randrange(1, 256) for _ in range(length)] for length in (7, 90, 1, 33, 128, 16, 200, 64, 3, 129, 12)]
+    prompts = [
+        [generator.randrange(1, 256) for _ in range(length)] for length in (7, 90, 1, 33, 128, 16, 200, 64, 3, 129, 12)
+    ]
     return [*prompts, prompts[3]], [24, 5, 40, 1, 24, 31, 20, 2, 17, 24, 60, 24]
 
 
@@ -48,7 +50,9 @@ def generate(release, vllm_neuron, scratch, checkpoint, prompts, lengths, overri
         "params": [{"temperature": 0, "max_tokens": n, "ignore_eos": True, "detokenize": False} for n in lengths],
         "rounds": rounds,
     }
-    return run("offline.py", job, scratch, environment(release, vllm_neuron, scratch, VLLM_ENABLE_V1_MULTIPROCESSING="0"))
+    return run(
+        "offline.py", job, scratch, environment(release, vllm_neuron, scratch, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    )
 
 
 @pytest.mark.parametrize(
@@ -58,7 +62,9 @@ def generate(release, vllm_neuron, scratch, checkpoint, prompts, lengths, overri
 )
 def test_more_requests_than_slots(release, vllm_neuron, tmp_path, checkpoint, tp, override):
     prompts, lengths = requests()
-    (answers,) = generate(release, vllm_neuron, tmp_path, checkpoint, prompts, lengths, override, tensor_parallel_size=tp)
+    (answers,) = generate(
+        release, vllm_neuron, tmp_path, checkpoint, prompts, lengths, override, tensor_parallel_size=tp
+    )
     assert [answer["tokens"] for answer in answers] == expected(checkpoint, prompts, lengths)
 
 

@@ -11,16 +11,17 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import smollm3_neuron
-from harness import TINY
+from places import TINY
 from serving import vllm_version
 from transformers import AutoTokenizer
+
+import smollm3_neuron
 
 pytestmark = [
     pytest.mark.vllm, pytest.mark.skipif(vllm_version() is None, reason="needs vLLM: make vllm-venv")
 ]  # fmt: skip
 TOKENIZER = AutoTokenizer.from_pretrained(TINY)
-PLUGIN = Path(smollm3_neuron.__file__).with_name("vllm_tool_parser.py")
+PLUGIN = Path(smollm3_neuron.__file__).with_name("vllm") / "tool_parser.py"
 TAG = re.compile("(</?think>|</?tool_call>)")
 THINKING, NO_THINKING = "<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n\n</think>\n"
 TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {}}}}]
@@ -180,7 +181,9 @@ def test_a_stream_that_breaks_off_anywhere_makes_up_nothing(parsers):
     pieces = bytewise(answer)
     for end in range(1, len(pieces)):
         _, text, calls = stream(server, pieces[:end], NO_THINKING)
-        assert [json.loads(one) for one in calls] == [json.loads(PARIS), json.loads(ROME)][: pieces[:end].count("</tool_call>")]
+        assert [json.loads(one) for one in calls] == [json.loads(PARIS), json.loads(ROME)][
+            : pieces[:end].count("</tool_call>")
+        ]
         assert "Let me see.\n\n".startswith(text)
 
 

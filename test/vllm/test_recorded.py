@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from harness import TINY
+from places import TINY
 from serving import environment, run
 
 pytestmark = pytest.mark.vllm

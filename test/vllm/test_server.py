@@ -7,11 +7,12 @@ from functools import partial
 
 import pytest
 import torch
-from harness import TINY
+from places import TINY
 from reference import reference_model
 from serving import environment, run, server
-from smollm3_neuron import chat
 from transformers import AutoTokenizer
+
+from smollm3_neuron.generate import chat
 
 pytestmark = pytest.mark.vllm
 TOKENIZER = AutoTokenizer.from_pretrained(TINY)
@@ -48,7 +49,9 @@ class Served:
         return self.client.completions.create(model=self.model, prompt=prompt, **{**GREEDY, **more})
 
     def chat(self, messages, **more):
-        return self.client.chat.completions.create(model=self.model, messages=messages, **{**GREEDY, "max_tokens": 60, **more})
+        return self.client.chat.completions.create(
+            model=self.model, messages=messages, **{**GREEDY, "max_tokens": 60, **more}
+        )
 
 
 def artifact_command(release, vllm_neuron, scratch, tp: int) -> list[str]:
@@ -125,7 +128,11 @@ def test_the_context_left_ends_an_answer(served):
 
 def test_64_requests_at_once(served):
     """More than slots, of different lengths, streamed and not; every eighth hangs up after its first token."""
-    prompts = [f"{a}+{b}=" if (a + b) % 2 else f"What is {a}+{b}? So {b} plus {a} equals" for a in range(11, 19) for b in range(2, 10)]
+    prompts = [
+        f"{a}+{b}=" if (a + b) % 2 else f"What is {a}+{b}? So {b} plus {a} equals"
+        for a in range(11, 19)
+        for b in range(2, 10)
+    ]
     lengths = [3 + 5 * index % 23 for index in range(64)]
 
     async def ask(client, index):

@@ -6,10 +6,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from harness import ROOT, TINY
+from places import ROOT, TINY
 from serving import vllm_version
-from smollm3_neuron import chat
 from transformers import AutoTokenizer
+
+from smollm3_neuron.generate import chat
 
 pytestmark = [
     pytest.mark.vllm, pytest.mark.skipif(vllm_version() is None, reason="needs vLLM: make vllm-venv")

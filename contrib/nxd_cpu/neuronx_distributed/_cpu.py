@@ -8,7 +8,8 @@ import contextlib
 import queue
 import threading
 import weakref
-from typing import Any, Callable, Iterator, List
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,7 +50,7 @@ class _Meeting:
             _this_thread.__dict__.update(before)
 
 
-def _exchange(tensor: Tensor, size: int) -> List[Tensor]:
+def _exchange(tensor: Tensor, size: int) -> list[Tensor]:
     """The tensors of all ranks, in rank order."""
     meeting = getattr(_this_thread, "meeting", None)
     if meeting is None or meeting.size != size:
@@ -111,7 +112,7 @@ class RankThreads:
             threading.Thread(target=_serve, args=(jobs, rank), name=f"nxd_cpu rank {rank}", daemon=True).start()
         weakref.finalize(self, lambda queues: [jobs.put(None) for jobs in queues], self._jobs)
 
-    def run(self, work: Callable[[int], Any]) -> List[Any]:
+    def run(self, work: Callable[[int], Any]) -> list[Any]:
         """`work(rank)` on every rank; the results in rank order. The first error that a rank raised is raised here."""
         meeting = _Meeting(self.size)
         if self.size == 1:

@@ -1,14 +1,13 @@
 """Cut a whole checkpoint into one state dict per rank, as NxD's `shard_checkpoint` does."""
 
 import os
-from typing import Dict, List, Optional
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 
-def _run_hooks(module: nn.Module, checkpoint: Dict[str, Tensor], prefix: str = "") -> None:
+def _run_hooks(module: nn.Module, checkpoint: dict[str, Tensor], prefix: str = "") -> None:
     """Let the modules pad and rearrange their whole weights. A module with a hook answers for its children."""
     if hasattr(module, "preshard_hook"):
         module.preshard_hook(checkpoint, prefix + "weight")
@@ -33,8 +32,8 @@ def _cut(whole: Tensor, parameter: nn.Parameter, rank: int) -> Tensor:
 
 
 def shard_checkpoint(
-    checkpoint: Dict[str, Tensor], model: nn.Module, ranks: range, serialize_path: Optional[str] = None
-) -> List[Dict[str, Tensor]]:
+    checkpoint: dict[str, Tensor], model: nn.Module, ranks: range, serialize_path: str | None = None
+) -> list[dict[str, Tensor]]:
     """The state dicts of `ranks`, in the dtypes of `model`'s parameters. With a path they are written to
     `tp{rank}_sharded_checkpoint.safetensors` there, one at a time, and none is returned.
 

@@ -8,18 +8,17 @@ import io
 import json
 import os
 import zipfile
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Dict, List, Optional, Sequence, Tuple
 
 import torch
+from neuronx_distributed._cpu import RankThreads
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.func import functional_call
-
-from neuronx_distributed._cpu import RankThreads
 
 _MANIFEST = "nxd_cpu.json"
 _FORMAT = 1
@@ -29,10 +28,10 @@ _FORMAT = 1
 class Graph:
     tag: str
     bucket: int
-    state_names: List[str]
+    state_names: list[str]
     program: ExportedProgram
 
-    def arguments(self) -> List[Tuple[Optional[str], Optional[Tensor]]]:
+    def arguments(self) -> list[tuple[str | None, Tensor | None]]:
         """What a call takes, in order: a weight's or cache's name and a tensor like it; None and a constant; None and
         None for an input of the step, and for a weight that the graph has no use for."""
         placeholders = self.program.graph.find_nodes(op="placeholder")
@@ -76,13 +75,16 @@ def save_graphs(graphs: Sequence[Graph], path: str) -> None:
             archive.writestr(file, program.getvalue())
             entries.append(dict(tag=graph.tag, bucket=graph.bucket, state_names=graph.state_names, file=file))
         manifest = dict(
-            made_by="nxd_cpu", format=_FORMAT, torch=torch.__version__, graphs=entries,
+            made_by="nxd_cpu",
+            format=_FORMAT,
+            torch=torch.__version__,
+            graphs=entries,
             about="Exported graphs for the CPU, without weights. Not a NEFF: no Neuron device can load this file.",
         )
         archive.writestr(_MANIFEST, json.dumps(manifest, indent=1))
 
 
-def load_graphs(path: str) -> List[Graph]:
+def load_graphs(path: str) -> list[Graph]:
     """FileNotFoundError or ValueError, naming the file, if it is not there or not what `save_graphs` wrote."""
     if not os.path.isfile(path):
         raise FileNotFoundError(f"no compiled model at {path}")
@@ -104,7 +106,7 @@ def load_graphs(path: str) -> List[Graph]:
     return [Graph(e["tag"], e["bucket"], e["state_names"], p) for e, p in zip(manifest["graphs"], programs)]
 
 
-def map_shard(path: str) -> Dict[str, Tensor]:
+def map_shard(path: str) -> dict[str, Tensor]:
     """A rank's weights, mapped from the file. FileNotFoundError or ValueError naming it."""
     if not os.path.isfile(path):
         raise FileNotFoundError(f"no sharded checkpoint at {path}")
@@ -118,16 +120,16 @@ def map_shard(path: str) -> Dict[str, Tensor]:
 class LoadedModel:
     """The graphs, with one state per rank: its weights and its caches."""
 
-    def __init__(self, graphs: Sequence[Graph], shards: Sequence[Dict[str, Tensor]], tp_degree: int):
+    def __init__(self, graphs: Sequence[Graph], shards: Sequence[dict[str, Tensor]], tp_degree: int):
         self._ranks = RankThreads(tp_degree)
-        self._caches: List[Dict[str, Tensor]] = [{} for _ in shards]
+        self._caches: list[dict[str, Tensor]] = [{} for _ in shards]
         self._graphs = {(graph.tag, graph.bucket): graph for graph in graphs}
-        self._arguments: Dict[Tuple[str, int], List[List[Optional[Tensor]]]] = {}
+        self._arguments: dict[tuple[str, int], list[list[Tensor | None]]] = {}
         for key, graph in self._graphs.items():
             ranks, arguments = enumerate(shards), graph.arguments()
             self._arguments[key] = [[self._state(*a, *rank) if a[0] else a[1] for a in arguments] for rank in ranks]
 
-    def _state(self, name: str, like: Tensor, rank: int, shard: Dict[str, Tensor]) -> Tensor:
+    def _state(self, name: str, like: Tensor, rank: int, shard: dict[str, Tensor]) -> Tensor:
         if name.startswith("kv_mgr."):
             return self._caches[rank].setdefault(name, torch.zeros(like.shape, dtype=like.dtype))
         if name not in shard:

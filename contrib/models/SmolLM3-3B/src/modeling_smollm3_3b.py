@@ -7,7 +7,6 @@ are tied, and KV heads that a TP degree cannot shard are expanded beforehand (sh
 
 import logging
 import os
-from typing import Optional
 
 import torch
 from neuronx_distributed.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding
@@ -22,14 +21,15 @@ from torch import nn
 from transformers import SmolLM3ForCausalLM
 from transformers.models.smollm3.modeling_smollm3 import SmolLM3RMSNorm
 
-from . import checkpoint, hf_config
-from .adapter import check_serving
 from .errors import SmolLM3Error
-from .quantization import check_quantization
-from .rope import ScaledRotaryEmbedding
-from .sharding import ShardingPlan
-from .sliding_window import SlidingWindowKVCacheManager, check_sliding_window, layer_windows
-from .switches import check_encoding, check_keywords, check_switches, installed_release
+from .model.config import REQUIRED, resolve_config
+from .model.heads import ShardingPlan
+from .model.releases import installed_release
+from .model.rope import ScaledRotaryEmbedding
+from .model.switches import check_encoding, check_keywords, check_switches
+from .model.windows import SlidingWindowKVCacheManager, check_sliding_window, layer_windows
+from .weights import checkpoint
+from .weights.quantization import check_quantization
 
 logger = logging.getLogger("Neuron")
 
@@ -57,18 +57,18 @@ class SmolLM3NeuronConfig(NeuronConfig):
 
 
 class SmolLM3InferenceConfig(InferenceConfig):
-    """The checkpoint's config (see hf_config.py) together with a NeuronConfig.
+    """The checkpoint's config (see model/config.py) together with a NeuronConfig.
 
     Built with NxD Inference's own `load_pretrained_config`. Raises SmolLM3Error for values that would run wrong.
     """
 
-    further_checks: tuple = ()  # called with every valid config; vllm_plugin.py adds its own
+    further_checks: tuple = ()  # called with every valid config; vllm/plugin.py adds its own
 
     def add_derived_config(self):
         self.num_cores_per_group = 1
         # load_pretrained_config sets it, and the library would prefer it to the path that it is given
         self.__dict__.pop("_name_or_path", None)
-        for name, value in hf_config.resolve(self.__dict__).items():
+        for name, value in resolve_config(self.__dict__).items():
             setattr(self, name, value)
         self.__dict__.pop("rope_parameters", None)
         if not hasattr(self, "source_num_key_value_heads"):
@@ -83,18 +83,19 @@ class SmolLM3InferenceConfig(InferenceConfig):
         check_switches(self.neuron_config, self.no_rope_layers, self.hidden_act, installed_release())
         check_encoding(self.neuron_config)
         check_quantization(self)
-        check_serving(self)
+        if self.neuron_config.lora_config is not None:
+            from .weights.adapter import check_serving
+
+            check_serving(self)
         for check in self.further_checks:
             check(self)
 
     def sharding_plan(self) -> ShardingPlan:
         """What the TP degree does to the checkpoint's heads."""
-        return ShardingPlan(
-            self.neuron_config.tp_degree, self.num_attention_heads, self.source_num_key_value_heads
-        )
+        return ShardingPlan(self.neuron_config.tp_degree, self.num_attention_heads, self.source_num_key_value_heads)
 
     def get_required_attributes(self) -> list[str]:
-        return [*hf_config.REQUIRED, "pad_token_id"]
+        return [*REQUIRED, "pad_token_id"]
 
     @classmethod
     def get_neuron_config_cls(cls) -> type[NeuronConfig]:
@@ -128,7 +129,9 @@ class NeuronSmolLM3Attention(NeuronAttentionBase):
         if strategy.name != "NONE" or not self.neuron_config.is_prefix_caching:
             return super().perform_prefix_prefill(*prefix)
         mask = attention_mask[:, None, None, :].bool()
-        return self.compute_for_token_gen(Q, K, V, None, past_key_value, mask, active_mask, is_prefix_caching=True), strategy
+        return self.compute_for_token_gen(
+            Q, K, V, None, past_key_value, mask, active_mask, is_prefix_caching=True
+        ), strategy
 
 
 class NeuronSmolLM3DecoderLayer(nn.Module):
@@ -142,13 +145,13 @@ class NeuronSmolLM3DecoderLayer(nn.Module):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        attention_mask: Optional[torch.Tensor] = None,
-        position_ids: Optional[torch.LongTensor] = None,
-        past_key_value: Optional[tuple[torch.Tensor, torch.Tensor]] = None,
-        adapter_ids: Optional[torch.Tensor] = None,
-        cos_cache: Optional[torch.Tensor] = None,
-        sin_cache: Optional[torch.Tensor] = None,
-        local_mask: Optional[torch.Tensor] = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_value: tuple[torch.Tensor, torch.Tensor] | None = None,
+        adapter_ids: torch.Tensor | None = None,
+        cos_cache: torch.Tensor | None = None,
+        sin_cache: torch.Tensor | None = None,
+        local_mask: torch.Tensor | None = None,
         **kwargs,
     ) -> tuple:
         """hidden_states [batch, seq, hidden] -> (hidden_states, present_key_value, cos_cache, sin_cache, residual)."""
@@ -244,7 +247,6 @@ class NeuronSmolLM3Model(NeuronBaseModel):
         if self.lm_head.pad_size and not self.on_device_sampling:
             outputs[0] = outputs[0][..., : self.vocab_size]
         return outputs
-
 
     def _pad_position_ids(self, position_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
         """0 on padding; with windowed context encoding in the first window only: windows of nothing but 1 are left out."""

@@ -4,7 +4,8 @@ A layer holds one rank's part of its weight. What the sharder needs to cut the w
 """
 
 import math
-from typing import Any, Callable, Dict, Optional, Tuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,12 +19,12 @@ from neuronx_distributed.parallel_layers.utils import divide, get_padding_length
 class BaseParallelLayer(nn.Module):
     """A layer made before `initialize_model_parallel` belongs to a group of one rank."""
 
-    def __init__(self, device: Optional[torch.device] = None):
+    def __init__(self, device: torch.device | None = None):
         super().__init__()
         if not parallel_state.model_parallel_is_initialized():
             parallel_state.initialize_model_parallel()
 
-    def _parameter(self, shape: Tuple[int, ...], cut: Optional[int], init: Callable[[Tensor], Any]) -> nn.Parameter:
+    def _parameter(self, shape: tuple[int, ...], cut: int | None, init: Callable[[Tensor], Any]) -> nn.Parameter:
         """`cut` is the dimension along which the ranks share the whole one."""
         parameter = nn.Parameter(torch.empty(shape, dtype=self.dtype, device=weight_device()), requires_grad=False)
         if cut is not None:
@@ -31,7 +32,7 @@ class BaseParallelLayer(nn.Module):
         init(parameter)
         return parameter
 
-    def _pad(self, state_dict: Dict[str, Tensor], name: str, dim: int, value: float = 0) -> None:
+    def _pad(self, state_dict: dict[str, Tensor], name: str, dim: int, value: float = 0) -> None:
         """Pad the whole weight `name` along `dim`. RuntimeError if it is not as long as the layer says."""
         if self.pad_size:
             whole, length = state_dict[name], self.weight.shape[dim] * self._size - self.pad_size
@@ -44,17 +45,31 @@ class ParallelEmbedding(BaseParallelLayer):
     """Token ids (...) -> embeddings (..., embedding_dim), the table cut along the vocabulary or the embedding."""
 
     def __init__(
-        self, num_embeddings: int, embedding_dim: int, padding_idx: Optional[int] = None,
-        max_norm: Optional[float] = None, norm_type: float = 2.0, scale_grad_by_freq: bool = False,
-        sparse: bool = False, init_method: Callable[[Any], Any] = nn.init.normal_,
-        device: Optional[torch.device] = None, dtype: torch.dtype = torch.float32,
-        shard_across_embedding: bool = False, pad: bool = False, sequence_parallel_enabled: bool = False,
-        tensor_model_parallel_group: Optional[ThreadGroup] = None, use_spmd_rank: bool = False,
-        sequence_dimension: Optional[int] = None, tile_cc: bool = False, collect_output: bool = True,
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        init_method: Callable[[Any], Any] = nn.init.normal_,
+        device: torch.device | None = None,
+        dtype: torch.dtype = torch.float32,
+        shard_across_embedding: bool = False,
+        pad: bool = False,
+        sequence_parallel_enabled: bool = False,
+        tensor_model_parallel_group: ThreadGroup | None = None,
+        use_spmd_rank: bool = False,
+        sequence_dimension: int | None = None,
+        tile_cc: bool = False,
+        collect_output: bool = True,
     ):
         super().__init__(device)
         refuse(
-            max_norm=max_norm, sequence_parallel_enabled=sequence_parallel_enabled, tile_cc=tile_cc,
+            max_norm=max_norm,
+            sequence_parallel_enabled=sequence_parallel_enabled,
+            tile_cc=tile_cc,
             collect_output=not collect_output and "False",
         )
         group = tensor_model_parallel_group or parallel_state.get_tensor_model_parallel_group()
@@ -85,7 +100,7 @@ class ParallelEmbedding(BaseParallelLayer):
         output = F.embedding(local * mine, self.weight) * mine.unsqueeze(-1).to(self.weight.dtype)
         return mappings.reduce_from_tensor_model_parallel_region(output, self.tensor_model_parallel_group)
 
-    def preshard_hook(self, model_state_dict: Dict[str, Any], prefix: str) -> None:
+    def preshard_hook(self, model_state_dict: dict[str, Any], prefix: str) -> None:
         """Pad the whole weight, whose name is `prefix`, with zeros."""
         self._pad(model_state_dict, prefix, self.weight_partition_dim)
 
@@ -109,12 +124,24 @@ class ColumnParallelLinear(BaseParallelLinear):
     """(..., input_size) -> (..., output_size), or this rank's part of the outputs unless `gather_output`."""
 
     def __init__(
-        self, input_size: int, output_size: int, bias: bool = True, gather_output: bool = True,
-        dtype: torch.dtype = torch.float32, device: Optional[torch.device] = None, stride: int = 1,
-        init_method: Optional[Callable[[Any], Tensor]] = None, sequence_parallel_enabled: bool = False,
-        sequence_dimension: Optional[int] = None, keep_master_weight: bool = False, skip_bias_add: bool = False,
-        pad: bool = False, pad_alignment_size_per_rank: int = 1, keep_padded_output: bool = False,
-        tensor_model_parallel_group: Optional[ThreadGroup] = None, reduce_dtype: torch.dtype = torch.float32,
+        self,
+        input_size: int,
+        output_size: int,
+        bias: bool = True,
+        gather_output: bool = True,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
+        stride: int = 1,
+        init_method: Callable[[Any], Tensor] | None = None,
+        sequence_parallel_enabled: bool = False,
+        sequence_dimension: int | None = None,
+        keep_master_weight: bool = False,
+        skip_bias_add: bool = False,
+        pad: bool = False,
+        pad_alignment_size_per_rank: int = 1,
+        keep_padded_output: bool = False,
+        tensor_model_parallel_group: ThreadGroup | None = None,
+        reduce_dtype: torch.dtype = torch.float32,
     ):
         super().__init__(device)
         refuse(sequence_parallel_enabled=sequence_parallel_enabled)
@@ -139,7 +166,7 @@ class ColumnParallelLinear(BaseParallelLinear):
                 output = output[..., : self.output_size - self.pad_size]
         return self._with_bias(output)
 
-    def preshard_hook(self, model_state_dict: Dict[str, Any], prefix: str) -> None:
+    def preshard_hook(self, model_state_dict: dict[str, Any], prefix: str) -> None:
         """Pad the whole weight or bias, whose name is `prefix`: zeros, and a bias that no softmax lets through."""
         value = torch.finfo(model_state_dict[prefix].dtype).min if prefix.endswith("bias") else 0
         self._pad(model_state_dict, prefix, 0, value)
@@ -149,12 +176,24 @@ class RowParallelLinear(BaseParallelLinear):
     """This rank's part of (..., input_size) -> (..., output_size), summed over the ranks in `reduce_dtype`."""
 
     def __init__(
-        self, input_size: int, output_size: int, bias: bool = True, input_is_parallel: bool = False,
-        dtype: torch.dtype = torch.float32, device: Optional[torch.device] = None, stride: int = 1,
-        init_method: Optional[Callable[..., Any]] = None, sequence_parallel_enabled: bool = False,
-        sequence_dimension: Optional[int] = None, keep_master_weight: bool = False, skip_bias_add: bool = False,
-        pad: bool = False, reduce_output: bool = True, tensor_model_parallel_group: Optional[ThreadGroup] = None,
-        reduce_dtype: torch.dtype = torch.float32, tile_cc: bool = False,
+        self,
+        input_size: int,
+        output_size: int,
+        bias: bool = True,
+        input_is_parallel: bool = False,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
+        stride: int = 1,
+        init_method: Callable[..., Any] | None = None,
+        sequence_parallel_enabled: bool = False,
+        sequence_dimension: int | None = None,
+        keep_master_weight: bool = False,
+        skip_bias_add: bool = False,
+        pad: bool = False,
+        reduce_output: bool = True,
+        tensor_model_parallel_group: ThreadGroup | None = None,
+        reduce_dtype: torch.dtype = torch.float32,
+        tile_cc: bool = False,
     ):
         super().__init__(device)
         refuse(sequence_parallel_enabled=sequence_parallel_enabled, tile_cc=tile_cc)
@@ -187,7 +226,7 @@ class RowParallelLinear(BaseParallelLinear):
 class SPMDRank(nn.Module):
     """The rank as a weight: one graph serves all ranks, and each finds its own number in its shard."""
 
-    def __init__(self, world_size: int, tensor_model_parallel_size: Optional[int] = None):
+    def __init__(self, world_size: int, tensor_model_parallel_size: int | None = None):
         super().__init__()
         self.world_size = world_size
         self.tensor_model_parallel_size = tensor_model_parallel_size or world_size

@@ -1,16 +1,20 @@
 """The tensor parallel group. It has a size; which rank one is depends on the thread."""
 
 import contextlib
-from typing import Iterator, List, Optional, Union
+from collections.abc import Iterator
 
 from neuronx_distributed._cpu import ThreadGroup
 
-_group: Optional[ThreadGroup] = None
+_group: ThreadGroup | None = None
 
 
 def initialize_model_parallel(
-    tensor_model_parallel_size: int = 1, pipeline_model_parallel_size: int = 1, context_parallel_size: int = 1,
-    expert_model_parallel_size: int = 1, skip_collective_init: bool = False, lnc_size: int = 1,
+    tensor_model_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
+    context_parallel_size: int = 1,
+    expert_model_parallel_size: int = 1,
+    skip_collective_init: bool = False,
+    lnc_size: int = 1,
     mesh_only: bool = False,
 ) -> None:
     """Layers made from now on are parts of a model of `tensor_model_parallel_size` ranks."""
@@ -29,7 +33,7 @@ def model_parallel_is_initialized() -> bool:
     return _group is not None
 
 
-def get_tensor_model_parallel_group(as_list: bool = False) -> Union[ThreadGroup, List[List[int]]]:
+def get_tensor_model_parallel_group(as_list: bool = False) -> ThreadGroup | list[list[int]]:
     """The group, or with `as_list` its ranks. AssertionError before `initialize_model_parallel`."""
     assert _group is not None, "tensor model parallel group is not initialized"
     return [list(range(_group.size()))] if as_list else _group

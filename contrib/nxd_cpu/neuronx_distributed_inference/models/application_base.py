@@ -1,12 +1,11 @@
 """compile -> artifact folder -> load, and the way of a checkpoint into the shards."""
 
 import os
-from typing import Dict, List, Optional, Type
 
 import torch
+from neuronx_distributed._shard import shard_checkpoint
 from torch import nn
 
-from neuronx_distributed._shard import shard_checkpoint
 from neuronx_distributed_inference._graph import LoadedModel, load_graphs, map_shard, save_graphs
 from neuronx_distributed_inference.models.config import InferenceConfig, NeuronConfig, _refuse_unsupported
 from neuronx_distributed_inference.models.model_wrapper import ModelWrapper
@@ -24,7 +23,7 @@ class _Builder:
     def trace(self) -> list:
         return [graph for model in self._app.models for graph in model._export()]
 
-    def shard_checkpoint(self, serialize_path: Optional[str] = None) -> List[Dict[str, torch.Tensor]]:
+    def shard_checkpoint(self, serialize_path: str | None = None) -> list[dict[str, torch.Tensor]]:
         """The ranks' state dicts; with a path they are written there instead of returned."""
         first, count = self._app.neuron_config.start_rank_id, self._app.neuron_config.local_ranks_size
         model = self._app.models[0]._build(bucket=1)  # for its parameters only
@@ -38,7 +37,10 @@ class NeuronApplicationBase(nn.Module):
     _NEW_STATE_DICT_MODEL_PREFIX = ""
 
     def __init__(
-        self, model_path: str, config: Optional[InferenceConfig] = None, neuron_config: Optional[NeuronConfig] = None,
+        self,
+        model_path: str,
+        config: InferenceConfig | None = None,
+        neuron_config: NeuronConfig | None = None,
     ):
         super().__init__()
         model_path = os.path.join(os.path.normpath(model_path), "")
@@ -49,8 +51,8 @@ class NeuronApplicationBase(nn.Module):
         self.validate_config(config)
         _refuse_unsupported(config.neuron_config)
         self.config, self.neuron_config, self.model_path = config, config.neuron_config, model_path
-        self.models: List[ModelWrapper] = []
-        self.traced_model: Optional[LoadedModel] = None
+        self.models: list[ModelWrapper] = []
+        self.traced_model: LoadedModel | None = None
 
     def get_builder(self, debug: bool = False) -> _Builder:
         return _Builder(self)
@@ -61,14 +63,14 @@ class NeuronApplicationBase(nn.Module):
             raise ValueError("Config must include a NeuronConfig")
 
     @classmethod
-    def get_config_cls(cls) -> Type[InferenceConfig]:
+    def get_config_cls(cls) -> type[InferenceConfig]:
         raise NotImplementedError("get_config_cls is not implemented")
 
     @classmethod
-    def get_neuron_config_cls(cls) -> Type[NeuronConfig]:
+    def get_neuron_config_cls(cls) -> type[NeuronConfig]:
         return cls.get_config_cls().get_neuron_config_cls()
 
-    def get_compiler_args(self) -> Optional[str]:
+    def get_compiler_args(self) -> str | None:
         return None
 
     def compile(self, compiled_model_path, debug=False) -> None:
@@ -103,7 +105,7 @@ class NeuronApplicationBase(nn.Module):
         for model in self.models:
             model.model = self.traced_model
 
-    def checkpoint_loader_fn(self, mmap: bool = False) -> Dict[str, torch.Tensor]:
+    def checkpoint_loader_fn(self, mmap: bool = False) -> dict[str, torch.Tensor]:
         """The whole state dict by this model's names, in torch_dtype."""
         path = getattr(self.config, "_name_or_path", None)
         if path is None or not os.path.exists(path):
@@ -117,7 +119,7 @@ class NeuronApplicationBase(nn.Module):
         return state_dict
 
     @classmethod
-    def get_state_dict(cls, model_name_or_path: str, config: InferenceConfig) -> Dict[str, torch.Tensor]:
+    def get_state_dict(cls, model_name_or_path: str, config: InferenceConfig) -> dict[str, torch.Tensor]:
         """Read a checkpoint (a folder, or a name for `load_hf_model`) and rename its weights."""
         if os.path.isdir(model_name_or_path):
             state_dict = load_state_dict(model_name_or_path)

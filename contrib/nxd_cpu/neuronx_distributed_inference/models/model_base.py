@@ -1,17 +1,19 @@
 import copy
-from typing import List, Optional, Tuple
 
 import torch
-from torch import Tensor, nn
-from transformers.modeling_outputs import CausalLMOutputWithPast
-
 from neuronx_distributed._cpu import refuse
 from neuronx_distributed.parallel_layers.layers import SPMDRank
 from neuronx_distributed.parallel_layers.mappings import gather_from_tensor_model_parallel_region
+from torch import Tensor, nn
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
 from neuronx_distributed_inference.models.application_base import NeuronApplicationBase
 from neuronx_distributed_inference.models.config import InferenceConfig
-from neuronx_distributed_inference.models.model_wrapper import CONTEXT_ENCODING_MODEL_TAG, TOKEN_GENERATION_MODEL_TAG
-from neuronx_distributed_inference.models.model_wrapper import ModelWrapper
+from neuronx_distributed_inference.models.model_wrapper import (
+    CONTEXT_ENCODING_MODEL_TAG,
+    TOKEN_GENERATION_MODEL_TAG,
+    ModelWrapper,
+)
 from neuronx_distributed_inference.modules import autobucketing
 from neuronx_distributed_inference.modules.generation.sampling import Sampler
 from neuronx_distributed_inference.modules.kvcache.kv_cache_manager import KVCacheManager
@@ -28,7 +30,7 @@ class NeuronBaseModel(nn.Module):
         self.vocab_size = config.vocab_size
         self.rank_util = SPMDRank(config.neuron_config.tp_degree)
         self.sliding_window = self.attention_chunk_size = self.layer_to_cache_size_mapping = None
-        self.kv_mgr: Optional[KVCacheManager] = None
+        self.kv_mgr: KVCacheManager | None = None
         self.setup_attr_for_model(config)
         self.init_model(config)
         if optimize_inference:
@@ -44,32 +46,46 @@ class NeuronBaseModel(nn.Module):
 
     def init_inference_optimization(self, config: InferenceConfig) -> None:
         self.kv_mgr = KVCacheManager(
-            config, self.num_key_value_heads, self.rank_util, self.attention_chunk_size, self.sliding_window,
+            config,
+            self.num_key_value_heads,
+            self.rank_util,
+            self.attention_chunk_size,
+            self.sliding_window,
             layer_to_cache_size_mapping=self.layer_to_cache_size_mapping,
         )
 
     def create_attn_mask(
         self, attention_mask, is_for_context_encoding, is_for_speculation, position_ids=None, **kwargs
-    ) -> Optional[Tensor]:
+    ) -> Tensor | None:
         """None for a prompt, which is causal; else which of the cache's positions a token sees, bool (B, 1, 1, n)."""
         if is_for_context_encoding:
             return None
         return (torch.arange(self.n_positions) <= position_ids)[:, None, None, :]
 
     def forward(
-        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, seq_ids: Tensor,
-        sampling_params: Tensor, prev_hidden=None, adapter_ids=None,
-    ) -> List[Tensor]:
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        position_ids: Tensor,
+        seq_ids: Tensor,
+        sampling_params: Tensor,
+        prev_hidden=None,
+        adapter_ids=None,
+    ) -> list[Tensor]:
         """Prompts (B, S) or tokens (B, 1) -> float32 logits (B, 1, vocabulary) of each row's last token; the caches."""
         is_for_context_encoding = position_ids.shape[-1] > 1
         local_attn_mask = None
         if self.sliding_window and not is_for_context_encoding:  # tokens before: what the cache holds
             local_attn_mask = (torch.arange(self.sliding_window - 1) < position_ids)[:, None, None, :]
         hidden_states, caches = self.get_model_output(
-            input_ids=input_ids, seq_ids=seq_ids,
+            input_ids=input_ids,
+            seq_ids=seq_ids,
             attention_mask=self.create_attn_mask(attention_mask, is_for_context_encoding, False, position_ids),
-            position_ids=position_ids, adapter_ids=adapter_ids, update_cache=True,
-            is_for_context_encoding=is_for_context_encoding, local_attn_mask=local_attn_mask,
+            position_ids=position_ids,
+            adapter_ids=adapter_ids,
+            update_cache=True,
+            is_for_context_encoding=is_for_context_encoding,
+            local_attn_mask=local_attn_mask,
         )
         if is_for_context_encoding:
             last = attention_mask.sum(dim=1) - 1
@@ -83,13 +99,23 @@ class NeuronBaseModel(nn.Module):
         return [logits, *(cache for layer in caches for cache in layer)]
 
     def get_model_output(
-        self, input_ids: Tensor = None, seq_ids: Tensor = None, attention_mask: Optional[Tensor] = None,
-        position_ids: Tensor = None, past_key_values: Optional[List[Tensor]] = None,
-        active_mask: Optional[List[Tensor]] = None, inputs_embeds: Optional[Tensor] = None,
-        adapter_ids: Optional[Tensor] = None, rotary_position_ids: Optional[Tensor] = None, update_cache: bool = False,
-        is_for_context_encoding: bool = False, local_attn_mask: Optional[Tensor] = None,
-        windowed_context_encoding_window_idx: int = -1, padding_mask: Optional[Tensor] = None, **kwargs,
-    ) -> Tuple[Tensor, list]:
+        self,
+        input_ids: Tensor = None,
+        seq_ids: Tensor = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor = None,
+        past_key_values: list[Tensor] | None = None,
+        active_mask: list[Tensor] | None = None,
+        inputs_embeds: Tensor | None = None,
+        adapter_ids: Tensor | None = None,
+        rotary_position_ids: Tensor | None = None,
+        update_cache: bool = False,
+        is_for_context_encoding: bool = False,
+        local_attn_mask: Tensor | None = None,
+        windowed_context_encoding_window_idx: int = -1,
+        padding_mask: Tensor | None = None,
+        **kwargs,
+    ) -> tuple[Tensor, list]:
         """The normed hidden states (B, S, hidden) and every layer's caches, or its K and V without `update_cache`."""
         hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if not is_for_context_encoding:
@@ -99,13 +125,26 @@ class NeuronBaseModel(nn.Module):
         cos_cache = sin_cache = residual = None
         for idx, decoder_layer in enumerate(self.layers):
             hidden_states, key_value, cos_cache, sin_cache, residual = decoder_layer(
-                hidden_states, seq_ids=seq_ids, attention_mask=attention_mask, position_ids=position_ids,
-                past_key_value=None if past_key_values is None else past_key_values[idx], active_mask=active_mask,
-                adapter_ids=adapter_ids, cos_cache=cos_cache, sin_cache=sin_cache,
-                rotary_position_ids=rotary_position_ids, kv_mgr=self.kv_mgr, get_kv_per_layer=False,
-                update_kv_per_layer=update_cache, idx=idx, is_for_context_encoding=is_for_context_encoding,
-                seq_len=self.n_positions, residual=residual, local_mask=local_attn_mask,
-                windowed_context_encoding_window_idx=windowed_context_encoding_window_idx, padding_mask=padding_mask,
+                hidden_states,
+                seq_ids=seq_ids,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                past_key_value=None if past_key_values is None else past_key_values[idx],
+                active_mask=active_mask,
+                adapter_ids=adapter_ids,
+                cos_cache=cos_cache,
+                sin_cache=sin_cache,
+                rotary_position_ids=rotary_position_ids,
+                kv_mgr=self.kv_mgr,
+                get_kv_per_layer=False,
+                update_kv_per_layer=update_cache,
+                idx=idx,
+                is_for_context_encoding=is_for_context_encoding,
+                seq_len=self.n_positions,
+                residual=residual,
+                local_mask=local_attn_mask,
+                windowed_context_encoding_window_idx=windowed_context_encoding_window_idx,
+                padding_mask=padding_mask,
                 **kwargs,
             )
             present.append(key_value)
@@ -132,15 +171,23 @@ class NeuronBaseForCausalLM(NeuronApplicationBase):
 
     def enable_context_encoding(self, **model_init_kwargs) -> None:
         self.context_encoding_model = self._add_submodel(
-            CONTEXT_ENCODING_MODEL_TAG, model_init_kwargs, batch_size=self.neuron_config.ctx_batch_size,
-            n_active_tokens=self.neuron_config.max_context_length, bucket_n_active_tokens=True, is_prefill_stage=True,
+            CONTEXT_ENCODING_MODEL_TAG,
+            model_init_kwargs,
+            batch_size=self.neuron_config.ctx_batch_size,
+            n_active_tokens=self.neuron_config.max_context_length,
+            bucket_n_active_tokens=True,
+            is_prefill_stage=True,
             buckets=autobucketing.generate_buckets_for_cte(self.config),
         )
 
     def enable_token_generation(self, enable_wlt_optimization: bool = True, **model_init_kwargs) -> None:
         self.token_generation_model = self._add_submodel(
-            TOKEN_GENERATION_MODEL_TAG, model_init_kwargs, batch_size=self.neuron_config.tkg_batch_size,
-            n_active_tokens=1, bucket_n_active_tokens=False, is_prefill_stage=False,
+            TOKEN_GENERATION_MODEL_TAG,
+            model_init_kwargs,
+            batch_size=self.neuron_config.tkg_batch_size,
+            n_active_tokens=1,
+            bucket_n_active_tokens=False,
+            is_prefill_stage=False,
             buckets=autobucketing.generate_buckets_for_tkg(self.config),
         )
 
@@ -154,10 +201,15 @@ class NeuronBaseForCausalLM(NeuronApplicationBase):
         return model
 
     def forward(
-        self, input_ids: Tensor = None, seq_ids: Optional[Tensor] = None, attention_mask: Optional[Tensor] = None,
-        position_ids: Optional[Tensor] = None, inputs_embeds: Optional[Tensor] = None,
-        sampling_params: Optional[Tensor] = None, adapter_ids: Optional[Tensor] = None,
-        slot_mapping: Optional[Tensor] = None,
+        self,
+        input_ids: Tensor = None,
+        seq_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        sampling_params: Tensor | None = None,
+        adapter_ids: Tensor | None = None,
+        slot_mapping: Tensor | None = None,
     ) -> CausalLMOutputWithPast:
         """Right-padded prompts (B, S) if position 0 is among `position_ids`, else each row's next token (B, 1);
         `seq_ids` (B,) name a row's line of the cache. Returns logits (B, 1, vocabulary), also as `tokens`, like

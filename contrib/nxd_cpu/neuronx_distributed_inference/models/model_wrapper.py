@@ -1,11 +1,11 @@
-from typing import List, Optional, Sequence, Tuple
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
 from neuronx_distributed._cpu import weights_on_meta
 from neuronx_distributed.parallel_layers.parallel_state import _model_parallel
+from torch import Tensor, nn
+
 from neuronx_distributed_inference._graph import Graph, LoadedModel, export_graph
 
 CONTEXT_ENCODING_MODEL_TAG = "context_encoding_model"
@@ -15,14 +15,14 @@ TOKEN_GENERATION_MODEL_TAG = "token_generation_model"
 class ModelWrapper(nn.Module):
     """One of the two submodels: fits its inputs to what was compiled, and the output back."""
 
-    def __init__(self, config, model_cls, tag="", compiler_args: Optional[str] = None, model_init_kwargs={}) -> None:
+    def __init__(self, config, model_cls, tag="", compiler_args: str | None = None, model_init_kwargs={}) -> None:
         super().__init__()
         if getattr(config, "pad_token_id", None) is None:
             config.pad_token_id = 0
         self.config, self.neuron_config = config, config.neuron_config
         self.model_cls, self.model_init_kwargs = model_cls, model_init_kwargs
         self.tag, self.compiler_args = tag, compiler_args
-        self.model: Optional[LoadedModel] = None
+        self.model: LoadedModel | None = None
 
     def _build(self, bucket: int) -> nn.Module:
         """The model of one rank, without memory for its weights."""
@@ -31,7 +31,7 @@ class ModelWrapper(nn.Module):
         model.n_positions = bucket
         return model.to(self.neuron_config.torch_dtype) if self.neuron_config.cast_type == "config" else model
 
-    def input_generator(self) -> List[Tuple[Tensor, ...]]:
+    def input_generator(self) -> list[tuple[Tensor, ...]]:
         """Per bucket: ids (B, S), mask (B, bucket), positions (B, S), lines (B,), sampling parameters (B, 3)."""
         batch, inputs = self.neuron_config.batch_size, []
         for bucket in self.neuron_config.buckets:
@@ -42,7 +42,7 @@ class ModelWrapper(nn.Module):
             inputs.append((ids, mask, positions, torch.arange(batch), torch.ones(batch, 3)))
         return inputs
 
-    def _export(self) -> List[Graph]:
+    def _export(self) -> list[Graph]:
         pairs = zip(self.neuron_config.buckets, self.input_generator())
         return [export_graph(self._build(bucket), self.tag, bucket, inputs) for bucket, inputs in pairs]
 

@@ -1,12 +1,11 @@
 import json
 import os
-from typing import Dict
 
 import torch
 from safetensors.torch import load_file
 
 
-def load_state_dict(state_dict_dir: str) -> Dict[str, torch.Tensor]:
+def load_state_dict(state_dict_dir: str) -> dict[str, torch.Tensor]:
     """The safetensors checkpoint of a folder, one file or many. FileNotFoundError if there is none."""
     path = os.path.join(state_dict_dir, "model.safetensors")
     if os.path.isfile(path):

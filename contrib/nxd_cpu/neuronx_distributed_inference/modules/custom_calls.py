@@ -1,5 +1,3 @@
-from typing import Optional
-
 import torch
 from torch import nn
 
@@ -7,7 +5,7 @@ from torch import nn
 class CustomRMSNorm(nn.Module):
     """x / rms(x) in float32, times weight in the dtype of x."""
 
-    def __init__(self, hidden_size: Optional[int] = None, eps: float = 1e-6):
+    def __init__(self, hidden_size: int | None = None, eps: float = 1e-6):
         super().__init__()
         self.hidden_size = hidden_size
         self.variance_epsilon = eps

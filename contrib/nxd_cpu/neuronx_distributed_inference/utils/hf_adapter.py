@@ -1,5 +1,5 @@
 import os
-from typing import Callable, Optional, Union
+from collections.abc import Callable
 
 from transformers import AutoConfig, PretrainedConfig
 
@@ -7,7 +7,7 @@ from neuronx_distributed_inference.models.config import InferenceConfig, to_torc
 
 
 def load_pretrained_config(
-    model_path_or_name: Optional[Union[str, os.PathLike]] = None, hf_config: Optional[PretrainedConfig] = None
+    model_path_or_name: str | os.PathLike | None = None, hf_config: PretrainedConfig | None = None
 ) -> Callable[[InferenceConfig], None]:
     """A `load_config` that takes over a transformers config. ValueError unless exactly one of the two is given."""
 

@@ -18,10 +18,10 @@ APPLICATION = "neuronx_distributed_inference.models.application_base"
 
 
 def platform() -> str:
-    import stand_ins
+    from nxd_sources import closed_sdk
 
     if APPLICATION not in sys.modules and not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
-        stand_ins.install()
+        closed_sdk.install()
         sys.meta_path.insert(0, _AfterImport())
     return "vllm_neuron.platform.NeuronPlatform"
 

@@ -11,20 +11,22 @@ import traceback
 from multiprocessing import connection
 from pathlib import Path
 
-import stand_ins
 import torch
+
+from nxd_sources import closed_sdk
 
 
 def start(folder: str, compiled: str, checkpoint: str, rank: int):
-    stand_ins.install()
+    closed_sdk.install()
     from neuronx_distributed_inference.models import application_base
     from safetensors.torch import load_file
+
     from smollm3_neuron.modeling_smollm3_3b import NeuronSmolLM3ForCausalLM
 
     config = NeuronSmolLM3ForCausalLM.get_config_cls().load(folder)
     config.neuron_config.on_cpu = True
     if not hasattr(NeuronSmolLM3ForCausalLM, "_get_captured_tensors_offset"):
-        NeuronSmolLM3ForCausalLM._get_captured_tensors_offset = lambda self: 0  # see real_nxdi.py
+        NeuronSmolLM3ForCausalLM._get_captured_tensors_offset = lambda self: 0  # see nxd_sources/cpu_mode.py
     os.environ.update(GLOO_SOCKET_IFNAME="lo")
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=config.neuron_config.tp_degree
@@ -48,7 +50,9 @@ def _choose_bucket(module, arguments):
         module.prefix_size = attention_mask.shape[1] if attention_mask.dim() == 2 else 0
         module.n_positions = module.prefix_size
         if module.n_active_tokens > 1:
-            module.n_positions = min(module.prefix_size + module.n_active_tokens, module.neuron_config.max_context_length)
+            module.n_positions = min(
+                module.prefix_size + module.n_active_tokens, module.neuron_config.max_context_length
+            )
     else:
         module.n_positions = attention_mask.shape[-1]
 

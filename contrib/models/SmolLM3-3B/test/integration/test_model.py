@@ -18,20 +18,17 @@ import pytest
 FOLDER = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(FOLDER))
 
-from src.runtime import ensure_neuronx  # noqa: E402
+from src.machine.runtime import ensure_neuronx
 
 RUNTIME = ensure_neuronx()
 
 import torch  # noqa: E402
-from src.artifact import Settings, build_config, compile_artifact, open_artifact  # noqa: E402
-from src.generation import Sampling, generate  # noqa: E402
+from src.artifact.build import build_config, compile_artifact
+from src.artifact.folder import open_artifact
+from src.artifact.settings import Settings
+from src.check.reference import PUBLISHED_PROMPTS, load_reference, reference_generate, token_match
+from src.generate.generation import Sampling, generate
 from src.modeling_smollm3_3b import NeuronSmolLM3ForCausalLM  # noqa: E402
-from src.reference import (  # noqa: E402
-    PUBLISHED_PROMPTS,
-    load_reference,
-    reference_generate,
-    token_match,
-)
 from transformers import AutoTokenizer  # noqa: E402
 
 TINY = FOLDER / "test" / "tiny"
@@ -93,7 +90,11 @@ def eos(tokenizer):
 
 def math_prompts() -> list[str]:
     of_folder = json.loads((MODEL / "prompts.json").read_text()) if (MODEL / "prompts.json").is_file() else None
-    return [*of_folder["published"], *(e["prompt"] for e in of_folder["held_out"][:20])] if of_folder else PUBLISHED_PROMPTS[:2]
+    return (
+        [*of_folder["published"], *(e["prompt"] for e in of_folder["held_out"][:20])]
+        if of_folder
+        else PUBLISHED_PROMPTS[:2]
+    )
 
 
 def test_smoke(model, tokenizer):
@@ -114,7 +115,9 @@ def test_math_prompts_match(model, reference, tokenizer, eos):
 def test_open_ended_prompts_are_reported(model, reference, tokenizer, eos, record_property):
     """Near ties part under bfloat16, so the match is reported; in float32 it is demanded."""
     prompts = tokenizer(list(PUBLISHED_PROMPTS[2:]))["input_ids"]
-    for text, prompt, result in zip(PUBLISHED_PROMPTS[2:], prompts, generate(model, prompts, NEW_TOKENS, barred_token_ids=eos)):
+    for text, prompt, result in zip(
+        PUBLISHED_PROMPTS[2:], prompts, generate(model, prompts, NEW_TOKENS, barred_token_ids=eos)
+    ):
         match = token_match(result.tokens, reference_generate(reference, prompt, NEW_TOKENS, eos).tokens)
         print(f"{match:7.1%}  {text}")
         record_property(text, match)
@@ -149,7 +152,10 @@ def test_an_eos_in_the_history_is_attended_even_where_it_is_the_padding(model, r
 
 def test_sampling_repeats_with_a_seed(model, tokenizer, eos):
     prompt = tokenizer(["1+1="])["input_ids"]
-    runs = [generate(model, prompt, 16, barred_token_ids=eos, sampling=Sampling(3.0, seed=s))[0].tokens for s in (1, 1, 2, 3)]
+    runs = [
+        generate(model, prompt, 16, barred_token_ids=eos, sampling=Sampling(3.0, seed=s))[0].tokens
+        for s in (1, 1, 2, 3)
+    ]
     assert runs[0] == runs[1] and len({tuple(run) for run in runs}) > 1
 
 

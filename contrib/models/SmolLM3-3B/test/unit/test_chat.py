@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from smollm3_neuron import chat
-from smollm3_neuron.errors import SmolLM3Error
-from smollm3_neuron.models import tiny_folder
 from transformers import AutoTokenizer
+
+from smollm3_neuron.errors import SmolLM3Error
+from smollm3_neuron.generate import chat
+from smollm3_neuron.machine.locate import tiny_folder
 
 # the checkpoint's own template, which is not of this repository
 ORACLE = Path(__file__).resolve().parents[6] / "shared/data/smollm3_chat_template.jinja"
@@ -19,7 +20,11 @@ SYSTEMS = (
     None, "Be brief.\n", "Be brief. /no_think", "/think Be exact.", "/no_think", "Only this. /system_override",
     "/system_override /no_think\nYou are a pirate.",
 )  # fmt: skip
-WEATHER = {"name": "get_weather", "description": "Wetter für 'Köln'", "parameters": {"type": "object", "properties": {}}}
+WEATHER = {
+    "name": "get_weather",
+    "description": "Wetter für 'Köln'",
+    "parameters": {"type": "object", "properties": {}},
+}
 TURNS = (
     [USER],
     [USER, {"role": "assistant", "content": "\n7"}, {"role": "user", "content": "And then? /no_think <b>&amp;</b>"}],
@@ -118,7 +123,10 @@ def test_tools_reach_the_model(tokenizer, given, meant):
         ([{"role": "developer", "content": "a"}, USER], ["message 0 (developer)", "allowed are system, user"]),
         ([USER, {"role": "system", "content": "a"}], ["message 1 (system)", "unless it is the first"]),
         ([{"role": "system", "content": "See /thinking."}, USER], ["/think inside /thinking.", "custom_instructions"]),
-        ([{"role": "system", "content": [{"type": "text", "text": "at a/no_think/b"}]}, USER], ["/no_think inside a/no"]),
+        (
+            [{"role": "system", "content": [{"type": "text", "text": "at a/no_think/b"}]}, USER],
+            ["/no_think inside a/no"],
+        ),
     ],
 )
 def test_what_would_be_lost_is_refused(tokenizer, messages, parts):

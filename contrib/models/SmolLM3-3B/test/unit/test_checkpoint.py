@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import save_file
-from smollm3_neuron import checkpoint
+
 from smollm3_neuron.errors import SmolLM3Error
+from smollm3_neuron.weights import checkpoint
 
 
 def config(tp_degree=1, fused_qkv=False, vocab_parallel=False, **changes) -> SimpleNamespace:
@@ -111,7 +112,9 @@ def test_faults_of_names_and_shapes_are_named(tmp_path):
 def test_quantized_tensors_are_recognised(tmp_path, tensor, name):
     cfg = config()
     save(tmp_path, {**tensors(cfg), name: tensor})
-    with pytest.raises(SmolLM3Error, match=f"{name} is .*, as in a quantized checkpoint, which is not read; use the bfloat16"):
+    with pytest.raises(
+        SmolLM3Error, match=f"{name} is .*, as in a quantized checkpoint, which is not read; use the bfloat16"
+    ):
         checkpoint.check_checkpoint(tmp_path, cfg)
 
 

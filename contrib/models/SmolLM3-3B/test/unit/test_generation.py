@@ -2,8 +2,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+
 from smollm3_neuron.errors import SmolLM3Error
-from smollm3_neuron.generation import Sampling, decode_inputs, generate, prefill_inputs
+from smollm3_neuron.generate.generation import Sampling, decode_inputs, generate, prefill_inputs
 
 VOCAB = 11
 
@@ -14,7 +15,9 @@ class Counter:
     def __init__(self, batch_size=2, seq_len=16, max_context_length=8):
         self.config = SimpleNamespace(
             vocab_size=VOCAB,
-            neuron_config=SimpleNamespace(batch_size=batch_size, seq_len=seq_len, max_context_length=max_context_length),
+            neuron_config=SimpleNamespace(
+                batch_size=batch_size, seq_len=seq_len, max_context_length=max_context_length
+            ),
         )
 
     def reset(self):
@@ -82,7 +85,11 @@ def test_sampling_repeats_with_a_seed_and_does_not_depend_on_the_batch():
 
 @pytest.mark.parametrize(
     "prompts, new, message",
-    [([[]], 4, "prompt 0 has no tokens"), ([[1], [1] * 9], 4, "prompt 1 has 9 tokens.* 8"), ([[1]], 0, "max_new_tokens is 0")],
+    [
+        ([[]], 4, "prompt 0 has no tokens"),
+        ([[1], [1] * 9], 4, "prompt 1 has 9 tokens.* 8"),
+        ([[1]], 0, "max_new_tokens is 0"),
+    ],
 )
 def test_prompts_that_do_not_fit(prompts, new, message):
     with pytest.raises(SmolLM3Error, match=message):

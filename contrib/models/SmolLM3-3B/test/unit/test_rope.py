@@ -4,11 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from smollm3_neuron.rope import ScaledRotaryEmbedding
-from smollm3_neuron.runtime import ensure_neuronx
 from transformers import SmolLM3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.smollm3.modeling_smollm3 import SmolLM3RotaryEmbedding
+
+from smollm3_neuron.machine.runtime import ensure_neuronx
+from smollm3_neuron.model.rope import ScaledRotaryEmbedding
 
 SCALINGS = {
     "yarn as the model card has it": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 65536},

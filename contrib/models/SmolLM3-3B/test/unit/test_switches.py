@@ -1,8 +1,9 @@
 from types import SimpleNamespace
 
 import pytest
+
 from smollm3_neuron.errors import SmolLM3Error
-from smollm3_neuron.switches import REFUSED, check_encoding, check_switches
+from smollm3_neuron.model.switches import REFUSED, check_encoding, check_switches
 
 MIXED, ROTARY = [1, 0], [1, 1]
 
@@ -84,7 +85,10 @@ def test_ways_to_encode_a_context(settings):
     "settings, named",
     [
         (dict(SEQUENCE_PARALLEL, max_context_length=128), "sequence_parallel_enabled: a context of 128 .* tp_degree 3"),
-        (dict(SEQUENCE_PARALLEL, max_context_length=1200, **BUCKETING), "a context of 128 does not divide by tp_degree 3"),
+        (
+            dict(SEQUENCE_PARALLEL, max_context_length=1200, **BUCKETING),
+            "a context of 128 does not divide by tp_degree 3",
+        ),
         (
             dict(SEQUENCE_PARALLEL, max_context_length=126, **BUCKETING, context_encoding_buckets=[64, 126]),
             "a context of 64 does not divide by tp_degree 3",
@@ -92,14 +96,26 @@ def test_ways_to_encode_a_context(settings):
         (dict(windowed_context_encoding_size=96), "windowed_context_encoding_size: a context of 256 .* 96"),
         (dict(windowed_context_encoding_size=256, **BUCKETING), "a context of 128 does not divide by it, which is 256"),
         (dict(WINDOWED, **BUCKETING, context_encoding_buckets=[96, 256]), "a context of 96"),
-        (dict(WINDOWED, batch_size=4), "windowed_context_encoding_size is 64 with a ctx_batch_size of 1 and a batch_size of 4"),
-        (dict(WINDOWED, sequence_parallel_enabled=True), "windowed_context_encoding_size is 64 with sequence_parallel_enabled"),
+        (
+            dict(WINDOWED, batch_size=4),
+            "windowed_context_encoding_size is 64 with a ctx_batch_size of 1 and a batch_size of 4",
+        ),
+        (
+            dict(WINDOWED, sequence_parallel_enabled=True),
+            "windowed_context_encoding_size is 64 with sequence_parallel_enabled",
+        ),
         (dict(windowed_context_encoding_size=1), "windowed_context_encoding_size is 1, .* at least 2"),
         (dict(async_mode=True), "async_mode is on without on_device_sampling_config"),
         (dict(is_block_kv_layout=True), "is_block_kv_layout is on and is_prefix_caching off"),
-        (dict(PREFIX_CACHING, batch_size=2, ctx_batch_size=2), "is_prefix_caching with a ctx_batch_size of 2.* is_continuous_"),
+        (
+            dict(PREFIX_CACHING, batch_size=2, ctx_batch_size=2),
+            "is_prefix_caching with a ctx_batch_size of 2.* is_continuous_",
+        ),
         (dict(PREFIX_CACHING, **WINDOWED), "windowed_context_encoding_size and is_prefix_caching are both set"),
-        (dict(PREFIX_CACHING, **BUCKETING, context_encoding_buckets=[128, 256]), "context_encoding_buckets .* prefix_buckets"),
+        (
+            dict(PREFIX_CACHING, **BUCKETING, context_encoding_buckets=[128, 256]),
+            "context_encoding_buckets .* prefix_buckets",
+        ),
         (
             dict(PREFIX_CACHING, **BUCKETING, context_encoding_buckets=[256], prefix_buckets=[64, 256]),
             r"prefix_buckets is \[64, 256\], .* multiples of pa_block_size, 32, of at least 128",

@@ -1,9 +1,7 @@
-import torch
-from torch import Tensor, nn
-from transformers.activations import ACT2FN
-
 from neuronx_distributed.parallel_layers import parallel_state
 from neuronx_distributed.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
 
 
 class NeuronLlamaMLP(nn.Module):
@@ -19,14 +17,19 @@ class NeuronLlamaMLP(nn.Module):
         self.intermediate_size = config.intermediate_size
         self.act_fn = ACT2FN[config.hidden_act]
         common = dict(
-            bias=getattr(config, "mlp_bias", False), dtype=config.neuron_config.torch_dtype, pad=True,
+            bias=getattr(config, "mlp_bias", False),
+            dtype=config.neuron_config.torch_dtype,
+            pad=True,
             tensor_model_parallel_group=group,
         )
         self.gate_proj = ColumnParallelLinear(self.hidden_size, self.intermediate_size, gather_output=False, **common)
         self.up_proj = ColumnParallelLinear(self.hidden_size, self.intermediate_size, gather_output=False, **common)
         self.down_proj = RowParallelLinear(
-            self.intermediate_size, self.hidden_size, input_is_parallel=True,
-            reduce_dtype=config.neuron_config.rpl_reduce_dtype, **common,
+            self.intermediate_size,
+            self.hidden_size,
+            input_is_parallel=True,
+            reduce_dtype=config.neuron_config.rpl_reduce_dtype,
+            **common,
         )
 
     def preshard_hook(self, model_state_dict: dict, prefix: str) -> bool:

@@ -1,17 +1,22 @@
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, Callable, Optional, Tuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
 from neuronx_distributed._cpu import ThreadGroup, refuse
 from neuronx_distributed.parallel_layers import parallel_state
 from neuronx_distributed.parallel_layers.layers import SPMDRank
 from neuronx_distributed.parallel_layers.utils import divide
+from torch import Tensor, nn
+
 from neuronx_distributed_inference.modules.attention.gqa import GroupQueryAttention_O, GroupQueryAttention_QKV
-from neuronx_distributed_inference.modules.attention.utils import apply_rotary_pos_emb, get_last_kv_window
-from neuronx_distributed_inference.modules.attention.utils import move_heads_front, repeat_kv
+from neuronx_distributed_inference.modules.attention.utils import (
+    apply_rotary_pos_emb,
+    get_last_kv_window,
+    move_heads_front,
+    repeat_kv,
+)
 from neuronx_distributed_inference.modules.kvcache.kv_cache_manager import KVCacheManager
 
 
@@ -21,10 +26,10 @@ class NeuronAttentionBaseOutput:
 
     hidden_states: Tensor
     present_key_value: Any
-    cos_cache: Optional[Tensor] = None
-    sin_cache: Optional[Tensor] = None
-    residual: Optional[Tensor] = None
-    attn_input_hidden_states: Optional[Tensor] = None
+    cos_cache: Tensor | None = None
+    sin_cache: Tensor | None = None
+    residual: Tensor | None = None
+    attn_input_hidden_states: Tensor | None = None
 
     def __iter__(self):
         return iter((self.hidden_states, self.present_key_value, self.cos_cache, self.sin_cache))
@@ -37,20 +42,43 @@ class NeuronAttentionBase(nn.Module):
     """Attention over this rank's heads. Without a `rotary_emb` nothing is rotated (NoPE)."""
 
     def __init__(
-        self, config, *, hidden_size: int, num_attention_heads: int, num_key_value_heads: int, head_dim: int = None,
-        rotary_emb=None, rope_theta: float = None, use_scaled_rope: bool = False, rms_norm_eps: float = None,
-        use_qk_norm: bool = False, q_layernorm: Callable = None, k_layernorm: Callable = None,
-        post_transpose_layernorm: bool = False, clip_qkv: float = None, qkv_bias: bool = False, o_bias: bool = False,
-        num_cores_per_group: int = 1, sequence_parallel_enabled: bool = None, attention_chunk_size: int = None,
-        is_post_global_attn_layer: bool = False, is_pre_global_attn_layer: bool = False, sliding_window: int = None,
-        tensor_model_parallel_group: Optional[ThreadGroup] = None, o_proj_layer_name: str = "o_proj",
-        learned_sinks_size: Optional[int] = None, optimize_interleave_attn: bool = False,
+        self,
+        config,
+        *,
+        hidden_size: int,
+        num_attention_heads: int,
+        num_key_value_heads: int,
+        head_dim: int = None,
+        rotary_emb=None,
+        rope_theta: float = None,
+        use_scaled_rope: bool = False,
+        rms_norm_eps: float = None,
+        use_qk_norm: bool = False,
+        q_layernorm: Callable = None,
+        k_layernorm: Callable = None,
+        post_transpose_layernorm: bool = False,
+        clip_qkv: float = None,
+        qkv_bias: bool = False,
+        o_bias: bool = False,
+        num_cores_per_group: int = 1,
+        sequence_parallel_enabled: bool = None,
+        attention_chunk_size: int = None,
+        is_post_global_attn_layer: bool = False,
+        is_pre_global_attn_layer: bool = False,
+        sliding_window: int = None,
+        tensor_model_parallel_group: ThreadGroup | None = None,
+        o_proj_layer_name: str = "o_proj",
+        learned_sinks_size: int | None = None,
+        optimize_interleave_attn: bool = False,
     ):
         super().__init__()
         refuse(
-            sequence_parallel_enabled=sequence_parallel_enabled, attention_chunk_size=attention_chunk_size,
-            learned_sinks_size=learned_sinks_size, use_qk_norm=use_qk_norm,
-            qk_layernorm=config.neuron_config.qk_layernorm, post_transpose_layernorm=post_transpose_layernorm,
+            sequence_parallel_enabled=sequence_parallel_enabled,
+            attention_chunk_size=attention_chunk_size,
+            learned_sinks_size=learned_sinks_size,
+            use_qk_norm=use_qk_norm,
+            qk_layernorm=config.neuron_config.qk_layernorm,
+            post_transpose_layernorm=post_transpose_layernorm,
         )
         self.config, self.neuron_config = config, config.neuron_config
         group = tensor_model_parallel_group or parallel_state.get_tensor_model_parallel_group()
@@ -63,16 +91,27 @@ class NeuronAttentionBase(nn.Module):
         self.rotary_emb, self.sliding_window = rotary_emb, sliding_window
         self.q_layernorm, self.k_layernorm = q_layernorm, k_layernorm
         heads = dict(
-            hidden_size=hidden_size, head_dim=self.head_dim, num_attention_heads=num_attention_heads,
-            num_key_value_heads=num_key_value_heads, tp_degree=self.tp_degree, dtype=self.torch_dtype,
+            hidden_size=hidden_size,
+            head_dim=self.head_dim,
+            num_attention_heads=num_attention_heads,
+            num_key_value_heads=num_key_value_heads,
+            tp_degree=self.tp_degree,
+            dtype=self.torch_dtype,
             tensor_model_parallel_group=group,
         )
         self.qkv_proj = GroupQueryAttention_QKV(
-            bias=qkv_bias, gather_output=False, fused_qkv=self.neuron_config.fused_qkv, clip_qkv=clip_qkv, **heads,
+            bias=qkv_bias,
+            gather_output=False,
+            fused_qkv=self.neuron_config.fused_qkv,
+            clip_qkv=clip_qkv,
+            **heads,
         )
         self.o_proj = GroupQueryAttention_O(
-            bias=o_bias, input_is_parallel=True, layer_name=o_proj_layer_name,
-            rpl_reduce_dtype=self.neuron_config.rpl_reduce_dtype, **heads,
+            bias=o_bias,
+            input_is_parallel=True,
+            layer_name=o_proj_layer_name,
+            rpl_reduce_dtype=self.neuron_config.rpl_reduce_dtype,
+            **heads,
         )
         self.num_heads = divide(self.qkv_proj.num_attention_heads, self.tp_degree)
         self.num_key_value_heads = divide(self.qkv_proj.num_key_value_heads, self.tp_degree)
@@ -88,8 +127,17 @@ class NeuronAttentionBase(nn.Module):
         return Q, K, cos_cache, sin_cache
 
     def prep_qkv_tensors(
-        self, position_ids, hidden_states, past_key_value, adapter_ids=None, cos_cache=None, sin_cache=None,
-        rmsnorm=None, skip_rope=False, residual=None, use_polar_compatible_rope=False,
+        self,
+        position_ids,
+        hidden_states,
+        past_key_value,
+        adapter_ids=None,
+        cos_cache=None,
+        sin_cache=None,
+        rmsnorm=None,
+        skip_rope=False,
+        residual=None,
+        use_polar_compatible_rope=False,
     ):
         """Q, K, V (B, heads, S, D), normed and rotated; cos, sin and the residual to hand on."""
         batch, length, _ = hidden_states.shape
@@ -117,7 +165,7 @@ class NeuronAttentionBase(nn.Module):
         mask = (key > query) & (key <= query + window_size) & ~(is_first & (key < window_size))
         return F.scaled_dot_product_attention(Q, K, V, attn_mask=mask).flatten(2, 3)[:, :, :q_len]
 
-    def _attend_in_window(self, Q, K, V, position_ids, past_key_value, attention_mask) -> Tuple[Tensor, tuple]:
+    def _attend_in_window(self, Q, K, V, position_ids, past_key_value, attention_mask) -> tuple[Tensor, tuple]:
         """The output, and the K and V for the cache, which holds the window but for the active token."""
         window = self.sliding_window
         if past_key_value is None:
@@ -139,20 +187,35 @@ class NeuronAttentionBase(nn.Module):
         return output.flatten(1, 2).unsqueeze(2)
 
     def forward(
-        self, hidden_states: Tensor, attention_mask: Optional[Tensor] = None, position_ids: Optional[Tensor] = None,
-        past_key_value: Optional[Tuple[Tensor]] = None, active_mask: Optional[Tensor] = None, adapter_ids=None,
-        cos_cache: Optional[Tensor] = None, sin_cache: Optional[Tensor] = None, rmsnorm=None,
-        rotary_position_ids: Optional[Tensor] = None, kv_mgr: Optional[KVCacheManager] = None,
-        get_kv_per_layer: bool = False, update_kv_per_layer: bool = False, residual: Optional[Tensor] = None,
-        windowed_context_encoding_window_idx: int = -1, **kwargs,
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_value: tuple[Tensor] | None = None,
+        active_mask: Tensor | None = None,
+        adapter_ids=None,
+        cos_cache: Tensor | None = None,
+        sin_cache: Tensor | None = None,
+        rmsnorm=None,
+        rotary_position_ids: Tensor | None = None,
+        kv_mgr: KVCacheManager | None = None,
+        get_kv_per_layer: bool = False,
+        update_kv_per_layer: bool = False,
+        residual: Tensor | None = None,
+        windowed_context_encoding_window_idx: int = -1,
+        **kwargs,
     ) -> NeuronAttentionBaseOutput:
         """Hidden states (B, S, hidden) -> the same. A `past_key_value` makes it one step of token generation:
         views of this layer's cache, into which `kv_mgr` writes the new K and V first."""
         batch, length, _ = hidden_states.shape
         rotary_position_ids = position_ids if rotary_position_ids is None else rotary_position_ids
         Q, K, V, cos_cache, sin_cache, residual = self.prep_qkv_tensors(
-            rotary_position_ids, hidden_states.to(self.torch_dtype), past_key_value, cos_cache=cos_cache,
-            sin_cache=sin_cache, residual=residual,
+            rotary_position_ids,
+            hidden_states.to(self.torch_dtype),
+            past_key_value,
+            cos_cache=cos_cache,
+            sin_cache=sin_cache,
+            residual=residual,
         )
         present, output = (K, V), None
         if self.sliding_window:  # before the cache is written: the oldest token in sight leaves it in this very step

@@ -1,16 +1,14 @@
 """How query and KV heads are laid out over the ranks, and the projections in that layout."""
 
 import enum
-from typing import Dict, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
 from neuronx_distributed._cpu import ThreadGroup, refuse
 from neuronx_distributed.parallel_layers import parallel_state
 from neuronx_distributed.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
 from neuronx_distributed.parallel_layers.utils import get_padding_length
+from torch import Tensor, nn
 
 
 class GQA(enum.Enum):
@@ -21,7 +19,7 @@ class GQA(enum.Enum):
 
 
 def determine_sharding_strategy(
-    tp_degree: int, source_key_value_heads: int, desired_sharding_strategy: Optional[GQA] = None
+    tp_degree: int, source_key_value_heads: int, desired_sharding_strategy: GQA | None = None
 ) -> GQA:
     """The desired strategy (default: replicate), or CONVERT_TO_MHA where the KV heads do not divide the ranks."""
     if tp_degree % source_key_value_heads:
@@ -31,7 +29,7 @@ def determine_sharding_strategy(
 
 def get_shardable_head_counts(
     tp_degree: int, num_attention_heads: int, num_key_value_heads: int, sharding_strategy: GQA
-) -> Tuple[int, int]:
+) -> tuple[int, int]:
     """The numbers of query and KV heads after padding and replication; the ranks divide both."""
     heads = num_attention_heads + get_padding_length(num_attention_heads, tp_degree)
     if num_attention_heads == num_key_value_heads:
@@ -55,9 +53,16 @@ def _pad_heads(tensor: Tensor, dim: int, heads: int, target: int, groups: int) -
 
 class BaseGroupQueryAttention(nn.Module):
     def __init__(
-        self, hidden_size: int, head_dim: int, num_attention_heads: int, num_key_value_heads: int, tp_degree: int = 1,
-        dtype: torch.dtype = torch.float32, bias: bool = False, desired_sharding_strategy: Optional[GQA] = None,
-        tensor_model_parallel_group: Optional[ThreadGroup] = None,
+        self,
+        hidden_size: int,
+        head_dim: int,
+        num_attention_heads: int,
+        num_key_value_heads: int,
+        tp_degree: int = 1,
+        dtype: torch.dtype = torch.float32,
+        bias: bool = False,
+        desired_sharding_strategy: GQA | None = None,
+        tensor_model_parallel_group: ThreadGroup | None = None,
     ):
         super().__init__()
         group = tensor_model_parallel_group
@@ -88,7 +93,7 @@ class BaseGroupQueryAttention(nn.Module):
         return _pad_heads(tensor, 0, source, target, 1)
 
     @staticmethod
-    def _rename(model_state_dict: Dict[str, Tensor], old: str, new: str) -> None:
+    def _rename(model_state_dict: dict[str, Tensor], old: str, new: str) -> None:
         for name in [name for name in model_state_dict if name.startswith(f"{old}.")]:
             model_state_dict[new + name[len(old) :]] = model_state_dict.pop(name)
 
@@ -97,14 +102,30 @@ class GroupQueryAttention_QKV(BaseGroupQueryAttention):
     """Hidden states (B, S, hidden) -> this rank's Q, K, V (B, S, heads per rank * head_dim)."""
 
     def __init__(
-        self, hidden_size: int, head_dim: int, num_attention_heads: int, num_key_value_heads: int, tp_degree: int = 1,
-        dtype: torch.dtype = torch.float32, bias: bool = False, desired_sharding_strategy: Optional[GQA] = None,
-        gather_output: bool = True, fused_qkv: bool = False, clip_qkv: Optional[float] = None,
-        tensor_model_parallel_group: Optional[ThreadGroup] = None,
+        self,
+        hidden_size: int,
+        head_dim: int,
+        num_attention_heads: int,
+        num_key_value_heads: int,
+        tp_degree: int = 1,
+        dtype: torch.dtype = torch.float32,
+        bias: bool = False,
+        desired_sharding_strategy: GQA | None = None,
+        gather_output: bool = True,
+        fused_qkv: bool = False,
+        clip_qkv: float | None = None,
+        tensor_model_parallel_group: ThreadGroup | None = None,
     ):
         super().__init__(
-            hidden_size, head_dim, num_attention_heads, num_key_value_heads, tp_degree, dtype, bias,
-            desired_sharding_strategy, tensor_model_parallel_group,
+            hidden_size,
+            head_dim,
+            num_attention_heads,
+            num_key_value_heads,
+            tp_degree,
+            dtype,
+            bias,
+            desired_sharding_strategy,
+            tensor_model_parallel_group,
         )
         refuse(clip_qkv=clip_qkv)
         if fused_qkv and gather_output:
@@ -113,7 +134,11 @@ class GroupQueryAttention_QKV(BaseGroupQueryAttention):
 
         def projection(heads: int) -> ColumnParallelLinear:
             return ColumnParallelLinear(
-                hidden_size, heads * head_dim, bias=bias, gather_output=gather_output, dtype=dtype,
+                hidden_size,
+                heads * head_dim,
+                bias=bias,
+                gather_output=gather_output,
+                dtype=dtype,
                 tensor_model_parallel_group=self.tensor_model_parallel_group,
             )
 
@@ -162,19 +187,40 @@ class GroupQueryAttention_O(BaseGroupQueryAttention):
     """Attention output (B, S, heads per rank * head_dim) -> hidden states (B, S, hidden), summed over the ranks."""
 
     def __init__(
-        self, hidden_size: int, head_dim: int, num_attention_heads: int, num_key_value_heads: int, tp_degree: int = 1,
-        dtype: torch.dtype = torch.float32, bias: bool = False, desired_sharding_strategy: Optional[GQA] = None,
-        input_is_parallel: bool = False, layer_name: str = "o_proj",
-        tensor_model_parallel_group: Optional[ThreadGroup] = None, rpl_reduce_dtype: Optional[torch.dtype] = None,
+        self,
+        hidden_size: int,
+        head_dim: int,
+        num_attention_heads: int,
+        num_key_value_heads: int,
+        tp_degree: int = 1,
+        dtype: torch.dtype = torch.float32,
+        bias: bool = False,
+        desired_sharding_strategy: GQA | None = None,
+        input_is_parallel: bool = False,
+        layer_name: str = "o_proj",
+        tensor_model_parallel_group: ThreadGroup | None = None,
+        rpl_reduce_dtype: torch.dtype | None = None,
     ):
         super().__init__(
-            hidden_size, head_dim, num_attention_heads, num_key_value_heads, tp_degree, dtype, bias,
-            desired_sharding_strategy, tensor_model_parallel_group,
+            hidden_size,
+            head_dim,
+            num_attention_heads,
+            num_key_value_heads,
+            tp_degree,
+            dtype,
+            bias,
+            desired_sharding_strategy,
+            tensor_model_parallel_group,
         )
         self.layer_name = layer_name
         self.o_proj = RowParallelLinear(
-            self.num_attention_heads * head_dim, hidden_size, bias=bias, input_is_parallel=input_is_parallel,
-            dtype=dtype, tensor_model_parallel_group=self.tensor_model_parallel_group, reduce_dtype=rpl_reduce_dtype,
+            self.num_attention_heads * head_dim,
+            hidden_size,
+            bias=bias,
+            input_is_parallel=input_is_parallel,
+            dtype=dtype,
+            tensor_model_parallel_group=self.tensor_model_parallel_group,
+            reduce_dtype=rpl_reduce_dtype,
         )
 
     def forward(self, attention_output: Tensor, adapter_ids=None) -> Tensor:

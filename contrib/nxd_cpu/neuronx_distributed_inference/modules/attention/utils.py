@@ -1,11 +1,14 @@
-from typing import Optional, Tuple
-
 import torch
 from torch import Tensor, nn
 
 
 def move_heads_front(
-    tensor: Tensor, bsz: int, seq_len: int, num_head: int, head_dim: int, layernorm=None,
+    tensor: Tensor,
+    bsz: int,
+    seq_len: int,
+    num_head: int,
+    head_dim: int,
+    layernorm=None,
     post_transpose_layernorm: bool = False,
 ) -> Tensor:
     """(B, S, H * D) -> (B, H, S, D), with `layernorm` over D before or after the transposition."""
@@ -33,7 +36,7 @@ def _rotate_half(x: Tensor) -> Tensor:
     return torch.cat((-right, left), dim=-1)
 
 
-def apply_rotary_pos_emb(q, k, cos, sin, position_ids=None, unsqueeze_dim=1) -> Tuple[Tensor, Tensor]:
+def apply_rotary_pos_emb(q, k, cos, sin, position_ids=None, unsqueeze_dim=1) -> tuple[Tensor, Tensor]:
     """Rotate q and k (B, H, S, D) by cos and sin (B, S, D)."""
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     return q * cos + _rotate_half(q) * sin, k * cos + _rotate_half(k) * sin
@@ -42,7 +45,7 @@ def apply_rotary_pos_emb(q, k, cos, sin, position_ids=None, unsqueeze_dim=1) -> 
 class RotaryEmbedding(nn.Module):
     """cos and sin (B, S, dim) of positions (B, S), in the dtype of x."""
 
-    def __init__(self, dim, max_position_embeddings=2048, base=10000, factor: Optional[float] = None):
+    def __init__(self, dim, max_position_embeddings=2048, base=10000, factor: float | None = None):
         super().__init__()
         self.dim = dim
         self.max_position_embeddings = max_position_embeddings
@@ -50,14 +53,14 @@ class RotaryEmbedding(nn.Module):
         self.factor = factor
         self.register_buffer("inv_freq", None, persistent=False)
 
-    def get_inv_freqs(self, device: Optional[torch.device] = None) -> Tensor:
+    def get_inv_freqs(self, device: torch.device | None = None) -> Tensor:
         """float32 (dim / 2,)"""
         exponents = torch.arange(0, self.dim, 2, dtype=torch.float, device=device) / self.dim
         inv_freq = 1.0 / self.base**exponents
         return inv_freq if self.factor is None else inv_freq / self.factor
 
     @torch.no_grad()
-    def forward(self, x: Tensor, position_ids: Tensor) -> Tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         inv_freq = self.get_inv_freqs(x.device) if self.inv_freq is None else self.inv_freq.float()
         angles = position_ids.unsqueeze(-1).float() * inv_freq
         angles = torch.cat((angles, angles), dim=-1)

@@ -1,10 +1,8 @@
-from typing import List, Optional, Tuple
-
 import torch
-from torch import Tensor, nn
-
 from neuronx_distributed._cpu import refuse, weight_device
 from neuronx_distributed.parallel_layers.utils import divide
+from torch import Tensor, nn
+
 from neuronx_distributed_inference.modules.attention.gqa import determine_sharding_strategy, get_shardable_head_counts
 
 
@@ -17,8 +15,14 @@ class KVCacheManager(nn.Module):
     """
 
     def __init__(
-        self, config, num_kv_head, global_rank=None, attention_chunk_size=None, sliding_window=None,
-        layer_to_cache_size_mapping=None, **kwargs,
+        self,
+        config,
+        num_kv_head,
+        global_rank=None,
+        attention_chunk_size=None,
+        sliding_window=None,
+        layer_to_cache_size_mapping=None,
+        **kwargs,
     ):
         super().__init__()
         refuse(attention_chunk_size=attention_chunk_size)
@@ -30,19 +34,26 @@ class KVCacheManager(nn.Module):
         self.layer_to_cache_size_mapping = layer_to_cache_size_mapping
         self.past_key_values = nn.ParameterList(
             nn.Parameter(
-                torch.zeros(neuron_config.kv_cache_batch_size, divide(heads, tp_degree), length, head_dim, dtype=dtype,
-                            device=weight_device()), requires_grad=False
+                torch.zeros(
+                    neuron_config.kv_cache_batch_size,
+                    divide(heads, tp_degree),
+                    length,
+                    head_dim,
+                    dtype=dtype,
+                    device=weight_device(),
+                ),
+                requires_grad=False,
             )
             for length in layer_to_cache_size_mapping or [neuron_config.max_length] * config.num_hidden_layers
             for _ in "kv"
         )
 
-    def get_kv_by_layer_id(self, idx, seq_len: int, skip_slice=False, **kwargs) -> Tuple[Tensor, Tensor]:
+    def get_kv_by_layer_id(self, idx, seq_len: int, skip_slice=False, **kwargs) -> tuple[Tensor, Tensor]:
         """Views of the first `seq_len` positions of K and V."""
         k_cache, v_cache = self.past_key_values[2 * idx], self.past_key_values[2 * idx + 1]
         return (k_cache, v_cache) if skip_slice else (k_cache[:, :, :seq_len], v_cache[:, :, :seq_len])
 
-    def get_cache(self, seq_len: int, skip_slice=False, **kwargs) -> List[Tuple[Tensor, Tensor]]:
+    def get_cache(self, seq_len: int, skip_slice=False, **kwargs) -> list[tuple[Tensor, Tensor]]:
         layers = range(len(self.past_key_values) // 2)
         return [self.get_kv_by_layer_id(idx=idx, seq_len=seq_len, skip_slice=skip_slice) for idx in layers]
 
@@ -56,9 +67,16 @@ class KVCacheManager(nn.Module):
         return (head_rows + position_ids.unsqueeze(1)).flatten()
 
     def update_kv_by_layer_id(
-        self, idx, is_for_context_encoding: bool, seq_ids: Tensor, position_ids: Tensor,
-        kv_per_layer: Tuple[Tensor, Tensor], seq_len: int, scatter_index: Optional[Tensor] = None, **kwargs,
-    ) -> Tuple[Tensor, Tensor]:
+        self,
+        idx,
+        is_for_context_encoding: bool,
+        seq_ids: Tensor,
+        position_ids: Tensor,
+        kv_per_layer: tuple[Tensor, Tensor],
+        seq_len: int,
+        scatter_index: Tensor | None = None,
+        **kwargs,
+    ) -> tuple[Tensor, Tensor]:
         """Write K and V (B, heads, S, head_dim) into layer `idx` at `scatter_index` (see `_rows`); its caches."""
         rows = scatter_index
         if self.layer_to_cache_size_mapping:

@@ -1,0 +1,237 @@
+"""Compiles a checkpoint to an artifact folder, which appears under its name only when it is whole."""
+
+import contextlib
+import json
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from ..errors import SmolLM3Error
+from ..generate import chat
+from ..model.config import read_config
+from ..weights.digests import sha256
+from .compiled_graphs import compile_graphs, load_graphs, reason_to_keep_exported
+from .folder import FORMAT, MANIFEST, TOKENIZER_FILES, Artifact, manifest_digest, open_artifact, versions
+from .settings import Settings
+from .staging import staged
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """What is called while an artifact is made."""
+
+    on_step: Callable[[str], None] = lambda step: None
+    """With each step's name as it begins."""
+    on_bytes: Callable[[int, int], None] = lambda count, total: None
+    """With the bytes of weights that were just written, and all that will be."""
+    on_part: Callable[[int, int], None] = lambda count, total: None
+    """With the parts of CPU graphs that were just compiled ahead of time, and all of them."""
+
+
+def build_config(folder: Path, settings: Settings):
+    """SmolLM3InferenceConfig of a checkpoint folder with these settings."""
+    import torch
+    from neuronx_distributed_inference.utils.hf_adapter import load_pretrained_config
+
+    from ..modeling_smollm3_3b import SmolLM3InferenceConfig
+
+    settings = settings.checked(read_config(folder))
+    values = {**settings.keywords(), "torch_dtype": getattr(torch, settings.torch_dtype)}
+    if settings.quantized:  # the library wants a path, and reads it only if it is to shard
+        values["quantized_checkpoints_path"] = str(folder)
+    # the library is told to skip sharding: shard_writer.py does it
+    neuron_config = SmolLM3InferenceConfig.get_neuron_config_cls()(
+        save_sharded_checkpoint=True, skip_sharding=True, **values
+    )
+    return SmolLM3InferenceConfig(neuron_config, load_config=load_pretrained_config(str(folder)))
+
+
+def compile_artifact(
+    folder: Path,
+    output: Path,
+    settings: Settings,
+    place: str,
+    *,
+    name: str | None = None,
+    revision: str | None = None,
+    weights_only: bool = False,
+    merge_adapter: Path | None = None,
+    callbacks: Callbacks = Callbacks(),
+) -> Artifact:
+    """Compiles the checkpoint in `folder` to the artifact folder `output`; `ensure_neuronx` must have been called.
+
+    What stands there already and is the same is taken as it is. `weights_only` keeps the graphs and shards the weights
+    again. `merge_adapter` is the folder of a PEFT adapter that goes into them. Every fault of config and checkpoint is told
+    before anything is compiled; nothing stands at `output` unless it is whole. Raises SmolLM3Error.
+    """
+    callbacks.on_step("checking the checkpoint")
+    values = read_config(folder)
+    settings = settings.checked(values)
+    _check_place(settings, place)
+    adapter = _open_adapter(merge_adapter, values)
+    made_of = _made_of(folder, settings, place, name or str(folder), revision, adapter)
+    standing = _standing(output, place, made_of, weights_only)
+    if standing and not weights_only:
+        callbacks.on_step("nothing to do: the same artifact is there already")
+        return standing
+    from ..weights.checkpoint import check_checkpoint
+
+    check_checkpoint(folder, SimpleNamespace(**values))
+    _check_json(folder)
+    with staged(output) as staging:
+        config = build_config(folder, settings)
+        began = time.perf_counter()
+        if standing:
+            callbacks.on_step("keeping the graphs")
+            made_of["exported_because"] = _copy_graphs(standing, staging)
+        else:
+            made_of["exported_because"] = _write_graphs(folder, config, staging, made_of, callbacks)
+        compile_seconds = time.perf_counter() - began
+        weights = _write_weights(folder, config, staging, adapter, callbacks)
+        callbacks.on_step("writing artifact.json")
+        seconds = {"compile": round(compile_seconds, 1), "all": round(time.perf_counter() - began, 1)}
+        _write_manifest(staging, {**made_of, "seconds": seconds}, weights)
+    return open_artifact(output, place)
+
+
+def _check_place(settings: Settings, place: str) -> None:
+    if place == "neuron" and settings.is_continuous_batching and settings.ctx_batch_size != 1:
+        raise SmolLM3Error(
+            f"ctx_batch_size is {settings.ctx_batch_size}: is_continuous_batching on a device takes 1 prompt at a time"
+        )
+    if place == "cpu" and settings.quantized:
+        raise SmolLM3Error(
+            "quantized: the CPU runtime computes with whole weights only; leave it out with --device cpu"
+        )
+
+
+def _open_adapter(merge_adapter: Path | None, values: dict[str, Any]) -> Any:
+    if merge_adapter is None:
+        return None
+    from ..weights.adapter import Adapter
+
+    return Adapter(merge_adapter.absolute(), SimpleNamespace(**values))
+
+
+def _made_of(
+    folder: Path, settings: Settings, place: str, name: str, revision: str | None, adapter: Any
+) -> dict[str, Any]:
+    """What tells the artifact from any other, as its manifest has it."""
+    model = {"name": name, "folder": str(folder), "revision": revision, **_identity(folder)}
+    model["adapter"] = adapter and adapter.identity
+    exported_because = None
+    if place == "cpu":
+        exported_because = reason_to_keep_exported(settings.tp_degree, sum(size for _, size, _ in model["weights"]))
+    return {
+        "format": FORMAT,
+        "place": place,
+        "model": model,
+        "settings": asdict(settings),
+        "versions": versions(),
+        "exported_because": exported_because,
+    }
+
+
+def _copy_graphs(standing: Artifact, staging: Path) -> str | None:
+    for file in standing.graph_files():
+        (staging / file).parent.mkdir(exist_ok=True)
+        shutil.copyfile(standing.path / file, staging / file)
+    return standing.exported_because
+
+
+def _write_graphs(
+    folder: Path, config: Any, staging: Path, made_of: dict[str, Any], callbacks: Callbacks
+) -> str | None:
+    """Compiles the graphs into `staging`; returns why the CPU runtime is to run them as they were exported."""
+    from ..modeling_smollm3_3b import NeuronSmolLM3ForCausalLM
+
+    callbacks.on_step(f"compiling for tp_degree {config.neuron_config.tp_degree}")
+    try:
+        model = NeuronSmolLM3ForCausalLM(str(folder), config)
+    except NotImplementedError as error:  # the library's, or the CPU runtime's, for a setting that it has not
+        raise SmolLM3Error(f"{error}; leave it out") from None
+    model.compile(str(staging))
+    if made_of["place"] != "cpu" or made_of["exported_because"]:
+        return made_of["exported_because"]
+    callbacks.on_step("compiling the graphs ahead of time for this CPU")
+    return compile_graphs(model.graphs, staging, callbacks.on_part)
+
+
+def _write_weights(
+    folder: Path, config: Any, staging: Path, adapter: Any, callbacks: Callbacks
+) -> dict[str, dict[str, Any]]:
+    """Writes the ranks' shards and copies the tokenizer's files; returns the shards' entries for the manifest."""
+    from ..weights.shard_writer import shard_bytes, write_shards
+
+    callbacks.on_step("sharding the weights")
+    total = shard_bytes(config)
+    weights = write_shards(folder, config, staging / "weights", lambda count: callbacks.on_bytes(count, total), adapter)
+    for file in TOKENIZER_FILES:
+        if (folder / file).is_file():
+            shutil.copyfile(folder / file, staging / file)
+    chat.write_vllm_template(folder, staging)
+    return weights
+
+
+def _write_manifest(staging: Path, made_of: dict[str, Any], weights: dict[str, dict[str, Any]]) -> None:
+    others = {p.relative_to(staging).as_posix() for p in staging.rglob("*") if p.is_file()} - weights.keys()
+    files = {file: {"size": (staging / file).stat().st_size, "sha256": sha256(staging / file)} for file in others}
+    manifest = {**made_of, "files": dict(sorted((files | weights).items()))}
+    (staging / MANIFEST).write_text(json.dumps({**manifest, "sha256": manifest_digest(manifest)}, indent=2) + "\n")
+
+
+def _standing(output: Path, place: str, made_of: dict[str, Any], weights_only: bool) -> Artifact | None:
+    """The artifact that stands at `output`, if it can be kept: the same one, or with `weights_only` its graphs."""
+    if not (output / MANIFEST).is_file():
+        if output.exists() and (not output.is_dir() or any(output.iterdir())):
+            raise SmolLM3Error(f"{output}: something is there that is not an artifact; choose another --output")
+        if weights_only:
+            raise SmolLM3Error(
+                f"{output}: no artifact there whose graphs could be kept; compile without --weights-only"
+            )
+        return None
+    if not weights_only:
+        with contextlib.suppress(SmolLM3Error):
+            standing = open_artifact(output, place)
+            _check_graphs(standing)
+            return standing if {key: standing.manifest[key] for key in made_of} == made_of else None
+        return None
+    standing = open_artifact(output, place)
+    _check_graphs(standing)
+    wanted = {**made_of["settings"], "config_sha256": made_of["model"]["config_sha256"]}
+    there = {**asdict(standing.settings), "config_sha256": standing.manifest["model"]["config_sha256"]}
+    for key, value in wanted.items():
+        if there[key] != value:
+            raise SmolLM3Error(
+                f"{output}: its graphs have {key} {there[key]}, not {value}; compile without --weights-only"
+            )
+    return standing
+
+
+def _check_graphs(standing: Artifact) -> None:
+    """Raises SmolLM3Error for graphs that cannot be loaded here, such as those for a CPU that can do more."""
+    if standing.place == "cpu":
+        load_graphs(standing.path)
+
+
+def _check_json(folder: Path) -> None:
+    """SmolLM3Error for a file of the tokenizer's that is cut off or else no JSON."""
+    for path in (folder / file for file in TOKENIZER_FILES if file.endswith(".json")):
+        try:
+            json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        except ValueError as error:
+            raise SmolLM3Error(f"{path}: not valid JSON ({error}); download it again") from None
+
+
+def _identity(folder: Path) -> dict[str, Any]:
+    """Digests of the config and the weight index, and the weights' files: what another checkpoint would differ in."""
+    index, files = folder / "model.safetensors.index.json", sorted(folder.glob("*.safetensors"))
+    return {
+        "config_sha256": sha256(folder / "config.json"),
+        "index_sha256": sha256(index) if index.is_file() else None,
+        "weights": [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files],
+    }

@@ -1,0 +1,162 @@
+"""An artifact folder: its manifest, the check that it is whole, and loading it.
+
+An artifact is what NxD Inference's `compile` writes (neuron_config.json, model.pt, weights/) with the tokenizer's files and
+`artifact.json`, which says what it was made of, with which settings, by which versions and for which place.
+"""
+
+import hashlib
+import importlib.metadata
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+from ..errors import SmolLM3Error
+from ..weights.digests import crc32, sha256
+from .compiled_graphs import load_graphs
+from .settings import Settings
+
+FORMAT = 2
+MANIFEST = "artifact.json"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+PACKAGES = ("torch", "transformers", "neuronx-distributed", "neuronx-distributed-inference", "neuronx-cc")
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """An artifact folder whose manifest was read and whose files were checked, see `open_artifact`."""
+
+    path: Path
+    manifest: dict[str, Any]
+
+    @property
+    def settings(self) -> Settings:
+        return Settings(**self.manifest["settings"])
+
+    @property
+    def place(self) -> str:
+        """ "cpu" or "neuron": where its graphs run."""
+        return self.manifest["place"]
+
+    @property
+    def exported_because(self) -> str | None:
+        """Why the CPU runtime runs its graphs as they were exported; None: they are compiled ahead of time, or a device's."""
+        return self.manifest["exported_because"]
+
+    @property
+    def adapter(self) -> str | None:
+        """Folder of the PEFT adapter that was merged."""
+        return (self.manifest["model"].get("adapter") or {}).get("folder")
+
+    def load(self):
+        """The model, ready to generate. `ensure_neuronx` must have been called.
+
+        Raises SmolLM3Error for what the CPU runtime cannot load, such as graphs compiled for a CPU that can do more.
+        """
+        from ..modeling_smollm3_3b import NeuronSmolLM3ForCausalLM
+
+        model = NeuronSmolLM3ForCausalLM(str(self.path))
+        if self.place == "cpu" and not self.exported_because:
+            model.graphs = load_graphs(self.path)
+            model.load_weights(str(self.path))
+            return model
+        try:
+            model.load(str(self.path))
+        except ValueError as error:
+            if self.place == "neuron":
+                raise
+            raise SmolLM3Error(str(error)) from None
+        return model
+
+    def tokenizer(self):
+        """The tokenizer that came with the checkpoint; SmolLM3Error where it had none."""
+        from transformers import AutoTokenizer
+
+        if not (self.path / "tokenizer.json").is_file():
+            raise SmolLM3Error(f"{self.path}: no tokenizer.json in it; the checkpoint had none")
+        return AutoTokenizer.from_pretrained(self.path)
+
+    def generation_config(self) -> dict[str, Any]:
+        """The checkpoint's generation_config.json; empty where it had none."""
+        path = self.path / "generation_config.json"
+        return json.loads(path.read_text()) if path.is_file() else {}
+
+    def eos_token_ids(self) -> list[int]:
+        """Of generation_config.json, else of the config."""
+        eos = self.generation_config().get("eos_token_id")
+        if eos is None:
+            eos = json.loads((self.path / "neuron_config.json").read_text()).get("eos_token_id")
+        return [] if eos is None else eos if isinstance(eos, list) else [eos]
+
+    def graph_files(self) -> list[str]:
+        """What `compile` wrote: all but the weights and what was copied from the checkpoint."""
+        return [f for f in self.manifest["files"] if not f.startswith("weights/") and f not in TOKENIZER_FILES]
+
+
+def open_artifact(path: Path, place: str, *, tp_degree: int | None = None, verify: bool = False) -> Artifact:
+    """The artifact in `path` after checking that it is whole and made for this place, these versions and `tp_degree`.
+
+    `verify` reads the weights too. Raises SmolLM3Error that says what differs.
+    """
+    if not path.is_dir():
+        raise SmolLM3Error(f"{path}: no such artifact; make one with python scripts/compile.py --output {path}")
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        version = manifest["format"]
+    except FileNotFoundError:
+        raise SmolLM3Error(f"{path}: no {MANIFEST} in it, so it is not an artifact of scripts/compile.py") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise SmolLM3Error(f"{path / MANIFEST}: damaged ({error!r}); compile again") from None
+    if manifest.pop("sha256", None) != manifest_digest(manifest):
+        raise SmolLM3Error(f"{path / MANIFEST}: damaged, its digest is not its own; compile again")
+    if version != FORMAT:
+        raise SmolLM3Error(f"{path}: artifact format {version}, this version reads {FORMAT}; compile again")
+    artifact = Artifact(path, manifest)
+    if artifact.place != place:
+        raise SmolLM3Error(f"{path}: made for {artifact.place!r}, but this is {place!r}; compile it here")
+    settings, made_by = artifact.settings, manifest["versions"]
+    if tp_degree is not None and settings.tp_degree != tp_degree:
+        raise SmolLM3Error(
+            f"{path}: made for tp_degree {settings.tp_degree}, not {tp_degree}; compile it for {tp_degree}"
+        )
+    for package, here in versions().items():
+        if made_by.get(package) != here:
+            raise SmolLM3Error(f"{path}: made with {package} {made_by.get(package)}, here is {here}; compile again")
+    for file, entry in manifest["files"].items():
+        _check_file(path / file, entry, verify)
+    return artifact
+
+
+def versions() -> dict[str, str | None]:
+    """Of everything that an artifact depends on; None: not installed."""
+    found: dict[str, str | None] = {"smollm3-neuron": __version__}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def manifest_digest(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _check_file(path: Path, entry: dict[str, Any], verify: bool) -> None:
+    """A weights file is checked by its size and header, with `verify` whole; any other file always whole."""
+    if not path.is_file():
+        raise SmolLM3Error(f"{path}: missing; compile again")
+    if path.stat().st_size != entry["size"]:
+        raise SmolLM3Error(f"{path}: {path.stat().st_size} bytes, {entry['size']} were written; compile again")
+    header = entry.get("header")
+    if header and sha256(path, header["size"]) != header["sha256"]:
+        raise SmolLM3Error(f"{path}: damaged, the digest of its header differs from {MANIFEST}'s; compile again")
+    if (header and verify and crc32(path) != entry["crc32"]) or (not header and sha256(path) != entry["sha256"]):
+        raise SmolLM3Error(f"{path}: damaged, its digest differs from {MANIFEST}'s; compile again")

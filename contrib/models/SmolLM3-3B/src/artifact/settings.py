@@ -1,0 +1,120 @@
+"""What shapes the graphs of an artifact: its settings, their defaults and the check that they can run. Imports no torch."""
+
+import math
+from dataclasses import asdict, dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+from ..errors import SmolLM3Error
+from ..model.config import DTYPES, longest_sequence
+from ..model.heads import ShardingPlan
+from ..model.switches import check_encoding
+from ..weights.quantization import check_quantization
+
+# of OnDeviceSamplingConfig; do_sample or dynamic: each request brings its own top_k, top_p and temperature
+SAMPLING = {
+    "do_sample": bool, "dynamic": bool, "deterministic": bool, "top_k": int, "top_p": float, "temperature": float,
+    "global_topk": int,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What shapes the graphs, named as in NeuronConfig. The defaults fit a trn1.2xlarge."""
+
+    tp_degree: int = 2
+    batch_size: int = 1
+    seq_len: int = 2048
+    max_context_length: int | None = None  # None: seq_len
+    torch_dtype: str = "bfloat16"
+    fused_qkv: bool = False
+    is_continuous_batching: bool = False
+    ctx_batch_size: int | None = None  # None: 1 with continuous batching, else batch_size
+    enable_bucketing: bool = False
+    context_encoding_buckets: list[int] | None = None  # None: powers of two from 128 on
+    token_generation_buckets: list[int] | None = None
+    on_device_sampling_config: dict[str, Any] | None = None  # None: logits come back, and the host samples
+    vocab_parallel: bool = False
+    sequence_parallel_enabled: bool = False
+    async_mode: bool = False
+    windowed_context_encoding_size: int | None = None
+    is_prefix_caching: bool = False  # with the block KV layout
+    pa_block_size: int | None = None  # None: 32 with prefix caching
+    pa_num_blocks: int | None = None  # None: enough for batch_size requests of seq_len
+    quantized: bool = False
+    quantization_type: str = "per_tensor_symmetric"
+    quantization_dtype: str = "int8"
+    modules_to_not_convert: list[str] | None = None
+
+    def checked(self, config: dict[str, Any]) -> "Settings":
+        """These settings, complete, for a model with these resolved values; SmolLM3Error where they cannot run."""
+        ShardingPlan(self.tp_degree, config["num_attention_heads"], config["num_key_value_heads"])
+        if self.torch_dtype not in DTYPES:
+            raise SmolLM3Error(f"dtype is {self.torch_dtype!r}, allowed is one of {', '.join(DTYPES)}")
+        context = self.seq_len if self.max_context_length is None else self.max_context_length
+        longest = longest_sequence(config)
+        for name, value, largest in (
+            ("batch_size", self.batch_size, 1024),
+            ("seq_len", self.seq_len, longest),
+            ("max_context_length", context, self.seq_len),
+        ):
+            least = 1 if name == "batch_size" else 2
+            if not least <= value <= largest:
+                raise SmolLM3Error(f"{name} is {value}, allowed is a whole number from {least} to {largest}")
+        prompts = self.ctx_batch_size
+        if prompts is None:
+            prompts = 1 if self.is_continuous_batching else self.batch_size
+        if not self.is_continuous_batching and prompts != self.batch_size:
+            raise SmolLM3Error(
+                f"ctx_batch_size is {prompts} and batch_size {self.batch_size}: is_continuous_batching lets them differ"
+            )
+        if not 1 <= prompts <= self.batch_size:
+            raise SmolLM3Error(f"ctx_batch_size is {prompts}, allowed is a whole number from 1 to {self.batch_size}")
+        if self.on_device_sampling_config == {}:
+            raise SmolLM3Error(f"on_device_sampling_config is empty, name at least one of {', '.join(SAMPLING)}")
+        for name, value in (self.on_device_sampling_config or {}).items():
+            types = (float, int) if SAMPLING.get(name) is float else (SAMPLING.get(name),)
+            if type(value) not in types or not 0 <= value < math.inf or (name == "top_p" and value > 1):
+                raise SmolLM3Error(
+                    f"on_device_sampling_config has {name} {value!r}, allowed are {', '.join(SAMPLING)}: the first three "
+                    "true or false, the rest numbers, top_p up to 1"
+                )
+        check_quantization(SimpleNamespace(**config, neuron_config=self))
+        self._check_buckets("context_encoding_buckets", "max_context_length", context)
+        self._check_buckets("token_generation_buckets", "seq_len", self.seq_len)
+        block, blocks = self._check_blocks()
+        settings = replace(
+            self, max_context_length=context, ctx_batch_size=prompts, pa_block_size=block, pa_num_blocks=blocks
+        )
+        check_encoding(settings)
+        return settings
+
+    def keywords(self) -> dict[str, Any]:
+        """NeuronConfig's, with torch_dtype by its name."""
+        given = {name: value for name, value in asdict(self).items() if value is not None}
+        return {**given, "is_block_kv_layout": self.is_prefix_caching}
+
+    def _check_blocks(self) -> tuple[int | None, int | None]:
+        """pa_block_size and pa_num_blocks."""
+        if not self.is_prefix_caching:
+            for name in ("pa_block_size", "pa_num_blocks"):
+                if getattr(self, name) is not None:
+                    raise SmolLM3Error(
+                        f"{name} is {getattr(self, name)}, but is_prefix_caching is off: turn it on or leave the other out"
+                    )
+            return None, None
+        block = 32 if self.pa_block_size is None else self.pa_block_size
+        needed = self.batch_size * self.seq_len // max(block, 1)
+        return block, needed if self.pa_num_blocks is None else self.pa_num_blocks
+
+    def _check_buckets(self, name: str, limit_name: str, limit: int) -> None:
+        buckets = getattr(self, name)
+        if buckets is None:
+            return
+        if not self.enable_bucketing:
+            raise SmolLM3Error(f"{name} is {buckets}, but enable_bucketing is off: turn it on or leave the buckets out")
+        if not buckets or buckets != sorted(set(buckets)) or buckets[0] < 2 or buckets[-1] != limit:
+            raise SmolLM3Error(
+                f"{name} is {buckets}, allowed are rising whole numbers of at least 2 that end with {limit_name}, which is "
+                f"{limit}"
+            )

@@ -1,0 +1,311 @@
+"""The model beside transformers, layer by layer and value by value, and what each layer does to positions.
+
+The models run uncompiled, one prompt in one pass, with hooks on their modules: on the CPU runtime every rank in its thread, in
+the library's own CPU mode its one rank. What a value may be off by is measured as in validation.py.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ..generate.generation import prefill_inputs
+from ..model.config import read_config
+from ..model.heads import ShardingPlan, source_num_key_value_heads
+from .reference import load_reference
+from .validation import ALLOWANCE, WIDER
+
+OF_LAYER = (
+    "layer_input", "attention_norm_output", "attention_queries", "attention_keys", "attention_values", "attention_scores",
+    "attention_probabilities", "attention_head_outputs", "attention_output", "layer_mid", "mlp_norm_output", "mlp_activation",
+    "mlp_neurons", "mlp_output", "layer_output",
+)  # fmt: skip
+OF_MODEL = ("final_norm_output", "lm_head_output", "logits", "next_token_probs")
+QUERY_HEADS = (
+    "attention_queries", "attention_scores", "attention_probabilities", "attention_head_outputs", "query_projection"
+)  # fmt: skip
+# the projections are not compared: what a layer does to positions is read from them
+KEY_VALUE_HEADS = ("attention_keys", "attention_values", "key_projection")
+Values = dict[tuple[int | None, str], Tensor]  # by layer (None: the model's own) and name
+
+
+class Recorder(TorchFunctionMode):
+    """Writes down one model's values while it is entered; what a rank holds of a value stays a part of it here.
+
+    `replaced` are inputs by layer to take instead of the layers' own, so that each of them runs alone.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], norm: nn.Module, lm_head: nn.Module):
+        super().__init__()
+        self.values: Values = {}
+        self.replaced: dict[int, Tensor] = {}
+        self.layer: int | None = None  # whose attention is running
+        self._hooks, self._wrapped = [], []
+        for index, layer in enumerate(layers):
+            self._before(layer, index, "layer_input", replace=True)
+            self._after(layer.input_layernorm, index, "attention_norm_output")
+            if hasattr(layer.self_attn, "qkv_proj"):
+                self._around_projections(layer.self_attn, index)
+            else:
+                self._after(layer.self_attn.q_proj, index, "query_projection")
+                self._after(layer.self_attn.k_proj, index, "key_projection")
+            self._before(layer.self_attn.o_proj, index, "attention_head_outputs")
+            self._after(layer.self_attn, index, "attention_output")
+            self._before(layer.post_attention_layernorm, index, "layer_mid")
+            self._after(layer.post_attention_layernorm, index, "mlp_norm_output")
+            self._after(layer.mlp.act_fn, index, "mlp_activation")
+            self._before(layer.mlp.down_proj, index, "mlp_neurons")
+            self._after(layer.mlp, index, "mlp_output")
+            self._after(layer, index, "layer_output")
+        self._after(norm, None, "final_norm_output")
+        self._after(lm_head, None, "lm_head_output")
+
+    def _before(self, module: nn.Module, layer: int | None, name: str, replace: bool = False) -> None:
+        def hook(module, args, kwargs):
+            if replace:
+                self.layer = layer
+                if layer in self.replaced:
+                    return (self.replaced[layer], *args[1:]), kwargs
+            self.values[layer, name] = args[0] if args else next(iter(kwargs.values()))
+
+        self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+
+    def _after(self, module: nn.Module, layer: int | None, name: str) -> None:
+        def hook(module, args, output):
+            self.values[layer, name] = output if torch.is_tensor(output) else output[0]
+
+        self._hooks.append(module.register_forward_hook(hook))
+
+    def _around_projections(self, attention: nn.Module, layer: int) -> None:
+        """The library's attention: one module projects, and a method of it makes of that what enters the attention."""
+
+        def hook(module, args, output):
+            self.values[layer, "query_projection"], self.values[layer, "key_projection"] = output[:2]
+
+        def prepare(*args, **kwargs):
+            output = inner(*args, **kwargs)
+            for name, value in zip(("queries", "keys", "values"), output):
+                self.values[layer, f"attention_{name}"] = value
+            return output
+
+        inner, attention.prep_qkv_tensors = attention.prep_qkv_tensors, prepare
+        self._hooks.append(attention.qkv_proj.register_forward_hook(hook))
+        self._wrapped.append(attention)
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        """The attention itself is a function, not a module: its arguments are the queries, keys and values that enter it."""
+        output = function(*args, **(kwargs or {}))
+        if function is F.scaled_dot_product_attention and self.layer is not None:
+            self._attention(*args[:3], **{key: value for key, value in (kwargs or {}).items() if key != "enable_gqa"})
+        return output
+
+    def _attention(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask=None, is_causal=False, scale=None, **_
+    ) -> None:
+        if query.dim() != 4:
+            return  # in blocks of a sliding window: no square of scores
+        keys = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+        scores = query @ keys.transpose(2, 3) * (scale or query.shape[-1] ** -0.5)
+        if is_causal:
+            attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        if attn_mask is not None:
+            masked = attn_mask.logical_not() if attn_mask.dtype == torch.bool else attn_mask < 0
+            scores = scores.masked_fill(masked, float("-inf"))
+        found = {"queries": query, "keys": key, "values": value, "scores": scores, "probabilities": scores.softmax(-1)}
+        for name, tensor in found.items():
+            self.values.setdefault((self.layer, f"attention_{name}"), tensor)
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        for attention in self._wrapped:
+            del attention.prep_qkv_tensors
+
+
+@dataclass
+class Difference:
+    """How far a value of the model is from transformers', both as shares of the value's largest element."""
+
+    error: float
+    tolerance: float
+
+    @property
+    def is_wrong(self) -> bool:
+        return not self.error <= self.tolerance
+
+
+@dataclass
+class Inspection:
+    """`differences` in the order of the data's flow; per layer RoPE as the config and as two probes have it."""
+
+    differences: dict[tuple[int | None, str], Difference]
+    rope_of_config: list[bool]
+    rope_of_projections: list[bool]
+    rope_of_spacing: list[bool]
+    broken_identity: list[int]  # layers whose output is not input + attention + MLP, to the bit
+    tree: list[str] = field(default_factory=list)
+
+    @property
+    def first(self) -> tuple[int | None, str] | None:
+        """Layer and name of the first value that differs; None: none does."""
+        return next((key for key, difference in self.differences.items() if difference.is_wrong), None)
+
+    @property
+    def disagreeing(self) -> list[int]:
+        """Layers that behave otherwise than the config says."""
+        probes = zip(self.rope_of_config, self.rope_of_projections, self.rope_of_spacing)
+        return [layer for layer, (config, *found) in enumerate(probes) if found != [config, config]]
+
+    @property
+    def is_right(self) -> bool:
+        return self.first is None and not self.disagreeing and not self.broken_identity
+
+
+@torch.no_grad()
+def inspect(app, folder: Path, prompt: Sequence[int], ranks: Any = None, adapter: str | None = None) -> Inspection:
+    """The application, on `ranks` (nxd_cpu_compiler/eager_ranks.py) or (None) in the library's CPU mode, beside the checkpoint in `folder` with the PEFT
+    adapter in that folder merged."""
+    config = app.config
+    models = ranks.models if ranks else [app.context_encoding_model.model]
+    recorders = [Recorder(model.layers, model.norm, model.lm_head) for model in models]
+    if ranks:  # in the library's CPU mode the attention is no one function: no scores and probabilities
+        ranks.around = lambda rank: recorders[rank]
+    inputs = prefill_inputs([prompt], pad_token_id=0)
+
+    def run(**changes: Tensor) -> Values:
+        for recorder in recorders:
+            recorder.values.clear()
+        app.reset()
+        logits = app(**{**inputs, **changes}).logits[:1, -1:].float()
+        found = joined([recorder.values for recorder in recorders], config, len(prompt))
+        found[None, "logits"], found[None, "next_token_probs"] = logits[0], logits[0].softmax(-1)
+        return found
+
+    ours = run()
+    for recorder in recorders:  # each layer alone, from here on
+        inputs_of = range(config.num_hidden_layers)
+        recorder.replaced = {layer: recorder.values[layer, "layer_input"].clone() for layer in inputs_of}
+    # every two tokens in one place, but for the last: the library reads a prompt's end off the largest position
+    closer = torch.arange(len(prompt)) // 2
+    closer[-1] = len(prompt) - 1
+    spaced = run(position_ids=closer[None])
+    for recorder in recorders:
+        recorder.close()
+    dtype = app.neuron_config.torch_dtype
+    references = (load_reference(folder, kind, adapter) for kind in (dtype, WIDER[dtype]))
+    theirs, exact = (of_transformers(reference, prompt, config) for reference in references)
+    layers = range(config.num_hidden_layers)
+    moved = [not torch.equal(spaced[layer, "attention_output"], ours[layer, "attention_output"]) for layer in layers]
+    return Inspection(
+        compared(ours, theirs, exact, dtype),
+        [bool(flag) for flag in read_config(folder)["no_rope_layers"]],
+        [rotates(ours, layer) for layer in layers],
+        moved,
+        [layer for layer in layers if not keeps_identity(ours, layer)],
+        module_tree(models[0]),
+    )
+
+
+def of_transformers(model, prompt: Sequence[int], config: Any) -> Values:
+    recorder = Recorder(model.model.layers, model.model.norm, model.lm_head)
+    with recorder:
+        logits = model(torch.tensor([list(prompt)])).logits[0, -1:]
+    values = joined([recorder.values], config, len(prompt))
+    values[None, "logits"], values[None, "next_token_probs"] = logits, logits.softmax(-1)
+    return values
+
+
+def joined(ranks: list[Values], config: Any, length: int) -> Values:
+    """The whole values of one prompt of `length` tokens, without batch: heads [heads, length, ...], else [length, ...]."""
+    heads, kv_heads = config.num_attention_heads, source_num_key_value_heads(config)
+    plan = ShardingPlan(len(ranks), heads, kv_heads)
+    whole: Values = {}
+    for key, first in ranks[0].items():
+        name = key[1]
+        parts = [values[key][0] for values in ranks]
+        if name in QUERY_HEADS or name in KEY_VALUE_HEADS:
+            count, of_rank = (heads, plan.query_heads) if name in QUERY_HEADS else (kv_heads, plan.key_value_heads)
+            if first.dim() == 3:  # [length, heads * head_dim]
+                parts = [part.unflatten(-1, (-1, config.head_dim)).transpose(0, 1) for part in parts]
+            by_head = {}
+            for rank, rows in enumerate(parts):
+                by_head |= zip(_layout(of_rank, rank, rows, count), rows)
+            whole[key] = torch.stack([by_head[head] for head in range(count)])[:, :length]
+            if name in ("attention_scores", "attention_probabilities"):
+                whole[key] = whole[key][..., :length]
+        elif name in ("mlp_activation", "mlp_neurons"):
+            whole[key] = torch.cat(parts, -1)[:length, : config.intermediate_size]
+        elif name == "lm_head_output":
+            gathered = parts[0].shape[-1] >= config.vocab_size
+            whole[key] = (parts[0] if gathered else torch.cat(parts, -1))[-1:, : config.vocab_size]
+        else:
+            whole[key] = parts[0][:length]
+    return whole
+
+
+def _layout(of_rank: Callable, rank: int, rows: Tensor, count: int) -> list[int | None]:
+    """Which head each of a rank's rows is; transformers' keys may come repeated, one for each query head."""
+    layout = of_rank(rank)
+    return layout if len(layout) == len(rows) else [head // (len(rows) // count) for head in range(len(rows))]
+
+
+def compared(
+    ours: Values, theirs: Values, exact: Values, dtype: torch.dtype
+) -> dict[tuple[int | None, str], Difference]:
+    """By (layer, name) in the order of the data's flow. Masked scores are left out of the comparison."""
+    layers = sorted({layer for layer, _ in ours if layer is not None})
+    keys = [*((layer, name) for layer in layers for name in OF_LAYER), *((None, name) for name in OF_MODEL)]
+    found = {}
+    for key in keys:
+        if key not in ours or key not in theirs:
+            continue
+        mine, other, right = (values[key].double() for values in (ours, theirs, exact))
+        seen = right.isfinite()
+        if not torch.equal(mine.isneginf(), right.isneginf()):
+            found[key] = Difference(float("inf"), 0.0)
+            continue
+        scale = right[seen].abs().max().clamp_min(torch.finfo(dtype).tiny)
+        error, noise = (((value - right)[seen].abs().max() / scale).item() for value in (mine, other))
+        # single values have few elements to find transformers' largest error in: as much again, and an ulp of the scale
+        found[key] = Difference(error, 2 * ALLOWANCE * noise + 4 * torch.finfo(dtype).eps)
+    return found
+
+
+def rotates(values: Values, layer: int) -> bool:
+    """Whether the queries or keys that enter attention differ from the projections' outputs."""
+    pairs = (("attention_queries", "query_projection"), ("attention_keys", "key_projection"))
+    return any(not torch.equal(values[layer, entering], values[layer, projected]) for entering, projected in pairs)
+
+
+def keeps_identity(values: Values, layer: int) -> bool:
+    mid = values[layer, "layer_input"] + values[layer, "attention_output"]
+    output = mid + values[layer, "mlp_output"]
+    return torch.equal(mid, values[layer, "layer_mid"]) and torch.equal(output, values[layer, "layer_output"])
+
+
+def module_tree(model: nn.Module) -> list[str]:
+    """One line per module of a rank: its name, class and weights' shapes. Layers that are built alike are written once."""
+
+    def lines_of(module: nn.Module, name: str, depth: int) -> list[str]:
+        own = ", ".join(f"{key} {list(p.shape)}" for key, p in module.named_parameters(recurse=False))
+        lines = [f"{'  ' * depth}{name}: {type(module).__name__}{' ' + own if own else ''}"]
+        for key, child in module.named_children():
+            if key == "layers":
+                alike: dict[tuple, list[int]] = {}
+                for index, layer in enumerate(child):
+                    alike.setdefault(tuple(lines_of(layer, "", depth + 2)[1:]), []).append(index)
+                for rest, indices in alike.items():
+                    lines += [
+                        f"{'  ' * (depth + 1)}layers {', '.join(map(str, indices))}: {type(child[0]).__name__}",
+                        *rest,
+                    ]
+            elif key != "kv_mgr":
+                lines += lines_of(child, key, depth + 1)
+        return lines
+
+    return lines_of(model, "model", 0)

@@ -1,0 +1,90 @@
+"""From what a user calls a model (a hub id, a folder, "tiny") to a checkpoint folder. Imports no torch."""
+
+from pathlib import Path
+
+from ..errors import SmolLM3Error
+from ..model.config import INSTEAD, OTHER_FORMATS
+
+DEFAULT_MODEL = "HuggingFaceTB/SmolLM3-3B"
+REVISIONS = {DEFAULT_MODEL: "a07cc9a04f16550a088caea529712d1d335b0ac1"}  # pinned: a name alone is not an identity
+# What the config.json of that revision says of the architecture: for plans and random checkpoints of its shape.
+SMOLLM3_3B = {
+    "model_type": "smollm3",
+    "architectures": ["SmolLM3ForCausalLM"],
+    "hidden_size": 2048,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "vocab_size": 128256,
+    "max_position_embeddings": 65536,
+    "rms_norm_eps": 1e-06,
+    "hidden_act": "silu",
+    "rope_theta": 5000000.0,
+    "rope_scaling": None,
+    "no_rope_layer_interval": 4,
+    "no_rope_layers": [1, 1, 1, 0] * 9,
+    "use_sliding_window": False,
+    "sliding_window": None,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": True,
+    "eos_token_id": 128012,
+    "pad_token_id": 128004,
+    "bos_token_id": 128000,
+    "torch_dtype": "bfloat16",
+}
+TINY = "tiny"
+FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt")
+
+
+def tiny_folder() -> Path:
+    """The small trained checkpoint of this repository."""
+    return Path(__file__).resolve().parents[2] / "test" / TINY
+
+
+def locate_model(model: str, revision: str | None = None) -> tuple[Path, str, str | None]:
+    """(folder, name, revision) of `model`; a hub id is downloaded into the hub's own cache.
+
+    Raises SmolLM3Error where there is no such model, or the hub cannot be reached; never takes another one.
+    """
+    if model == TINY:
+        if not (tiny_folder() / "config.json").is_file():
+            raise SmolLM3Error(f"'tiny' is part of a checkout of this repository; {tiny_folder()} is not there")
+        return tiny_folder(), TINY, None
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder.resolve(), str(folder.resolve()), None
+    if folder.suffix in OTHER_FORMATS or model.lower().endswith("gguf"):
+        found = OTHER_FORMATS.get(folder.suffix, "GGUF")
+        raise SmolLM3Error(f"{model}: {found} is not read, only safetensors are; {INSTEAD}")
+    if folder.exists():
+        raise SmolLM3Error(f"{model}: a checkpoint folder is expected, this is a file")
+    if model.startswith((".", "/", "~")) or model.count("/") != 1:
+        raise SmolLM3Error(
+            f"{model}: no such folder; pass a checkpoint folder, a hub id like {DEFAULT_MODEL} or 'tiny'"
+        )
+    revision = revision or REVISIONS.get(model)
+    return _download(model, revision), model, revision
+
+
+def _download(repo_id: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    at = f" at revision {revision}" if revision else ""
+    otherwise = "pass --model FOLDER with a checkpoint that is already here, or --model tiny"
+    try:
+        return Path(snapshot_download(repo_id, revision=revision, allow_patterns=list(FILES)))
+    except RepositoryNotFoundError:
+        raise SmolLM3Error(f"{repo_id}{at}: the hub knows no such model, or it needs a login; {otherwise}") from None
+    except HFValidationError as error:
+        raise SmolLM3Error(f"{repo_id}: not a hub id ({str(error).splitlines()[0]}); {otherwise}") from None
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].split(". ")[0]
+        raise SmolLM3Error(f"{repo_id}{at}: the hub cannot be reached ({reason}); {otherwise}") from None

@@ -1,0 +1,125 @@
+"""The machine: is there a Neuron device, and is it ready for what is about to be compiled. Imports no torch.
+
+The rules are AWS's documents'; nothing here ever ran on a device.
+"""
+
+import importlib.metadata
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+from ..errors import SmolLM3Error
+from ..model.releases import check_nxdi
+from .roofline import INSTANCES, check_tp_degree
+from .runtime import ensure_neuronx
+
+DEVICES = ("auto", "neuron", "cpu")
+GiB = 1 << 30
+
+
+def choose_place(device: str) -> str:
+    """ "neuron" or "cpu" for `--device auto|neuron|cpu`; makes the library importable. SmolLM3Error where it cannot be."""
+    if device not in DEVICES:
+        raise SmolLM3Error(f"device is {device!r}, allowed is one of {', '.join(DEVICES)}")
+    runtime = ensure_neuronx()
+    if device == "cpu" and runtime == "neuron":
+        raise SmolLM3Error(
+            "--device cpu, but the Neuron SDK is installed here and its library would run, not the CPU runtime: use --device "
+            "neuron, or an environment without the SDK"
+        )
+    if device == "cpu" or (device == "auto" and runtime == "cpu"):
+        return "cpu"
+    if runtime == "cpu":
+        raise SmolLM3Error(
+            "--device neuron, but the Neuron SDK is not installed here; use --device cpu, or a trn1 or inf2"
+        )
+    if not list(Path("/dev").glob("neuron*")):
+        raise SmolLM3Error(
+            "no Neuron device here (/dev/neuron*); use a trn1 or inf2, or an environment without the SDK"
+        )
+    return "neuron"
+
+
+def check_device(tp_degree: int, weight_bytes: int, output: Path) -> list[str]:
+    """Preflight before a compile on a device: raises SmolLM3Error for what cannot work, returns lines of what may not."""
+    warnings = []
+    instance = instance_type()
+    if instance in INSTANCES:
+        check_tp_degree(instance, tp_degree)
+    else:
+        warnings.append(f"instance type {instance or 'unknown'}: which TP degrees its runtime takes is not known here")
+    check_nxdi(importlib.metadata.version("neuronx-distributed-inference"))
+    devices = _neuron_ls()
+    if devices is None:
+        warnings.append("neuron-ls is not there or failed: NeuronCores were not checked")
+    else:
+        free, visible = free_cores(devices), visible_cores(os.environ)
+        usable = free if visible is None else [core for core in visible if core in free]
+        if len(usable) < tp_degree:
+            raise SmolLM3Error(
+                f"tp_degree is {tp_degree}, but {len(usable)} NeuronCores can be used: free are {free or 'none'}, "
+                f"NEURON_RT_VISIBLE_CORES allows {'all' if visible is None else visible}; stop what uses them or lower --tp"
+            )
+    parent = next(folder for folder in output.absolute().parents if folder.exists())
+    free_disk, needed = shutil.disk_usage(parent).free, 2 * weight_bytes + 2 * GiB
+    if free_disk < needed:
+        raise SmolLM3Error(f"{parent}: {free_disk / GiB:.1f} GiB free, about {needed / GiB:.1f} GiB are needed")
+    memory, needed = available_memory(), 2 * weight_bytes
+    if memory < needed:
+        warnings.append(
+            f"{memory / GiB:.1f} GiB of memory are available, sharding may take {needed / GiB:.1f} GiB: add swap"
+        )
+    return warnings
+
+
+def instance_type() -> str | None:
+    """As the machine's firmware names it, e.g. "trn1.2xlarge"; None: it does not."""
+    try:
+        return Path("/sys/devices/virtual/dmi/id/product_name").read_text().strip() or None
+    except OSError:
+        return None
+
+
+def free_cores(devices: list[dict]) -> list[int]:
+    """Ids of the NeuronCores of devices that no process holds, from `neuron-ls --json-output`."""
+    free, first = [], 0
+    for device in devices:
+        ids = device.get("neuroncore_ids") or list(range(first, first + device["nc_count"]))
+        first += device["nc_count"]
+        if not device.get("neuron_processes"):
+            free += ids
+    return free
+
+
+def visible_cores(environ) -> list[int] | None:
+    """What NEURON_RT_VISIBLE_CORES ("0-3", "0,2,5-7") or NEURON_RT_NUM_CORES names; None: no limit."""
+    value = environ.get("NEURON_RT_VISIBLE_CORES", "").strip()
+    if not value:
+        number = environ.get("NEURON_RT_NUM_CORES", "").strip()
+        return list(range(int(number))) if number.isdigit() else None
+    cores = []
+    try:
+        for part in value.split(","):
+            first, _, last = part.partition("-")
+            cores += range(int(first), int(last or first) + 1)
+    except ValueError:
+        raise SmolLM3Error(f"NEURON_RT_VISIBLE_CORES is {value!r}, allowed is a list like 0-1 or 0,1") from None
+    return cores
+
+
+def available_memory() -> int:
+    """Bytes that the host can still give out."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _neuron_ls() -> list[dict] | None:
+    try:
+        done = subprocess.run(["neuron-ls", "--json-output"], capture_output=True, timeout=30, check=True)
+        return json.loads(done.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None

@@ -1,0 +1,47 @@
+"""Which `neuronx_distributed` and `neuronx_distributed_inference` stand behind the model. Imports no torch."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+from ..errors import SmolLM3Error
+
+SDK_PACKAGES = ("neuronx_distributed", "neuronx_distributed_inference", "torch_neuronx")
+
+
+def ensure_neuronx() -> str:
+    """Makes the two packages importable and says which they are: "neuron" (the SDK's own) or "cpu" (nxd_cpu).
+
+    nxd_cpu, this project's CPU runtime, is put at the END of sys.path and only where nothing of the SDK is installed.
+    """
+    found = [name for name in SDK_PACKAGES if importlib.util.find_spec(name) is not None]
+    if _nxd_cpu_is_active():
+        return "cpu"
+    if len(found) == len(SDK_PACKAGES):
+        return "neuron"
+    if found:
+        missing = ", ".join(name for name in SDK_PACKAGES if name not in found)
+        raise SmolLM3Error(
+            f"a part of the Neuron SDK is installed ({', '.join(found)}), but not {missing}: activate the SDK's NxD "
+            "Inference environment, or use one without any of it for the CPU runtime"
+        )
+    sys.path.append(str(nxd_cpu_folder()))
+    importlib.invalidate_caches()
+    return "cpu"
+
+
+def nxd_cpu_folder() -> Path:
+    """The CPU runtime: inside the wheel, or beside `models` in a checkout."""
+    here = Path(__file__).resolve().parents[1]
+    for folder in (here / "nxd_cpu", here.parents[2] / "nxd_cpu"):
+        if (folder / "neuronx_distributed_inference").is_dir():
+            return folder
+    raise SmolLM3Error(
+        f"neither the Neuron SDK nor the CPU runtime (nxd_cpu) is there; looked for the latter in {here / 'nxd_cpu'} and "
+        f"{here.parents[2] / 'nxd_cpu'}"
+    )
+
+
+def _nxd_cpu_is_active() -> bool:
+    spec = importlib.util.find_spec("neuronx_distributed_inference")
+    return spec is not None and Path(next(iter(spec.submodule_search_locations))).parent.name == "nxd_cpu"

@@ -1,0 +1,257 @@
+"""config.json of a SmolLM3 checkpoint: both spellings of transformers read, one set of values out. Imports no torch.
+
+Reference: transformers' `SmolLM3Config` (4.57 and 5). What it would answer with a bare IndexError, or let pass and
+then compute wrongly, is an error here that names the field, the value and what is allowed.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import SmolLM3Error
+
+MODEL_TYPE = "smollm3"
+NO_ROPE_LAYER_INTERVAL = 4  # transformers' default
+POSITIVE_INTEGERS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "max_position_embeddings",
+)
+REQUIRED = (*POSITIVE_INTEGERS, "rms_norm_eps", "hidden_act")
+HIDDEN_ACTS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")  # the ones tested
+DTYPES = ("bfloat16", "float16", "float32")
+LAYER_TYPES = ("full_attention", "sliding_attention")
+# rope_scaling's keys beside rope_type: those that must be there, those that may be
+ROPE_SCALING_KEYS = {
+    "linear": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
+    "yarn": (
+        ("factor",),
+        ("original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "truncate"),
+    ),
+}
+ROPE_TYPES = ("default", *ROPE_SCALING_KEYS)
+INSTEAD = "use the bfloat16 safetensors checkpoint that it was made from, e.g. HuggingFaceTB/SmolLM3-3B"
+OTHER_FORMATS = {".gguf": "GGUF", ".msgpack": "Flax", ".h5": "TensorFlow", ".bin": "a PyTorch pickle"}
+# files that older tools write beside quantized weights, where config.json does not say it
+QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
+
+
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """The resolved values of `folder`/config.json, see `resolve_config`; SmolLM3Error where they would run wrong."""
+    check_format(folder)
+    path = Path(folder) / "config.json"
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise SmolLM3Error(f"{folder}: no config.json there; pass a checkpoint folder, a hub id or 'tiny'") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise SmolLM3Error(f"{path}: not valid JSON ({error}); download the file again") from None
+    if not isinstance(raw, dict):
+        raise SmolLM3Error(f"{path}: a JSON object is expected, found {type(raw).__name__}; download the file again")
+    try:
+        _check_explicit(raw)
+        return resolve_config(raw)
+    except SmolLM3Error as error:
+        raise SmolLM3Error(f"{path}: {error}") from None
+
+
+def check_format(folder: str | Path) -> None:
+    """SmolLM3Error for a folder whose weights are in a format that is not read, or quantized by another tool."""
+    for name, method in QUANTIZATION_FILES.items():
+        if (Path(folder) / name).is_file():
+            raise SmolLM3Error(
+                f"{folder}: {name} says that it is quantized with {method!r}, which is not read; {INSTEAD}"
+            )
+    if next(Path(folder).glob("*.safetensors"), None) is not None:
+        return
+    for suffix, format_name in OTHER_FORMATS.items():
+        for file in sorted(Path(folder).glob(f"*{suffix}")):
+            raise SmolLM3Error(f"{folder}: {file.name} is {format_name}, only safetensors are read; {INSTEAD}")
+
+
+def resolve_config(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What the model is built from, whichever spelling `values` (a raw config.json or parsed attributes) uses.
+
+    Returns no_rope_layers (one 0 or 1 per layer; 1 APPLIES RoPE), rope_theta, rope_scaling (None: no scaling), head_dim,
+    attention_bias, mlp_bias, tie_word_embeddings, sliding_window (None: all layers have full attention), layer_types and
+    the required fields. Idempotent.
+    """
+    resolved = {name: _required(values, name) for name in REQUIRED}
+    for name in POSITIVE_INTEGERS:
+        if type(resolved[name]) is not int or resolved[name] < 1:
+            raise SmolLM3Error(f"{name} is {resolved[name]!r}, allowed is a whole number of at least 1")
+    if type(resolved["rms_norm_eps"]) not in (int, float) or not 0 < resolved["rms_norm_eps"] < 1:
+        raise SmolLM3Error(f"rms_norm_eps is {resolved['rms_norm_eps']!r}, allowed is a number between 0 and 1")
+    if resolved["hidden_act"] not in HIDDEN_ACTS:
+        raise SmolLM3Error(f"hidden_act is {resolved['hidden_act']!r}, supported is {_one_of(HIDDEN_ACTS)}")
+    for name, default in (("attention_bias", False), ("mlp_bias", False), ("tie_word_embeddings", True)):
+        resolved[name] = default if values.get(name) is None else values[name]
+        if type(resolved[name]) is not bool:
+            raise SmolLM3Error(f"{name} is {resolved[name]!r}, allowed is true or false")
+    resolved["head_dim"] = _head_dim(values, resolved)
+    resolved["rope_theta"], resolved["rope_scaling"] = _rope(values)
+    resolved["no_rope_layers"] = _no_rope_layers(values, resolved["num_hidden_layers"])
+    resolved["sliding_window"], resolved["layer_types"] = _sliding_window(values, resolved["no_rope_layers"])
+    resolved["use_sliding_window"] = resolved["sliding_window"] is not None
+    return resolved
+
+
+def _check_explicit(raw: Mapping[str, Any]) -> None:
+    """What only the file itself can show: transformers' parser fills in defaults and hides the rest."""
+    if raw.get("model_type") != MODEL_TYPE:
+        raise SmolLM3Error(f"model_type is {raw.get('model_type')!r}, this package runs {MODEL_TYPE!r} and no other")
+    parameters = raw.get("rope_parameters") or {}
+    if isinstance(parameters, dict):
+        _agree("rope_theta", raw.get("rope_theta"), "rope_parameters.rope_theta", parameters.get("rope_theta"))
+    _agree("torch_dtype", raw.get("torch_dtype"), "dtype", raw.get("dtype"))
+    dtype = raw.get("dtype") or raw.get("torch_dtype")
+    if dtype is not None and dtype not in DTYPES:
+        raise SmolLM3Error(f"dtype is {dtype!r}, allowed is {_one_of(DTYPES)}")
+    for name in ("quantization_config", "compression_config"):
+        if raw.get(name):
+            method = raw[name]
+            if isinstance(method, dict):  # old ones of bitsandbytes do not name it
+                of_bits = "bitsandbytes" if "load_in_4bit" in method or "load_in_8bit" in method else "unknown"
+                method = method.get("quant_method") or of_bits
+            raise SmolLM3Error(f"{name}: the checkpoint is quantized with {method!r}, which is not read; {INSTEAD}")
+
+
+def _required(values: Mapping[str, Any], name: str) -> Any:
+    if values.get(name) is None:
+        raise SmolLM3Error(f"{name} is missing; the checkpoint's own config.json has it")
+    return values[name]
+
+
+def _agree(name: str, value: Any, other_name: str, other: Any) -> None:
+    if value is not None and other is not None and value != other:
+        raise SmolLM3Error(f"{name} is {value!r} and {other_name} is {other!r}: keep one of the two")
+
+
+def _one_of(allowed: tuple[str, ...]) -> str:
+    return " or ".join(repr(name) for name in allowed)
+
+
+def _head_dim(values: Mapping[str, Any], resolved: Mapping[str, Any]) -> int:
+    hidden, heads, kv_heads = (resolved[n] for n in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
+    # the KV heads of the checkpoint: the model's config may hold them expanded, see sharding.py
+    kv_heads = values.get("source_num_key_value_heads") or kv_heads
+    if heads % kv_heads:
+        raise SmolLM3Error(f"num_key_value_heads is {kv_heads}, it must divide num_attention_heads, which is {heads}")
+    head_dim = values.get("head_dim")
+    if head_dim is None:
+        if hidden % heads:
+            raise SmolLM3Error(
+                f"num_attention_heads is {heads}, it must divide hidden_size, which is {hidden}, or head_dim must be given"
+            )
+        head_dim = hidden // heads
+    if type(head_dim) is not int or head_dim < 2 or head_dim % 2:
+        raise SmolLM3Error(f"head_dim is {head_dim!r}, allowed is an even whole number of at least 2")
+    return head_dim
+
+
+def _rope(values: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
+    """rope_theta and rope_scaling; `rope_parameters` (transformers 5) wins over the default that 4.57 puts beside it."""
+    parameters, scaling = values.get("rope_parameters"), values.get("rope_scaling")
+    for name, value in (("rope_parameters", parameters), ("rope_scaling", scaling)):
+        if value is not None and not isinstance(value, Mapping):
+            raise SmolLM3Error(f"{name} is {value!r}, allowed is null or an object")
+    parameters, scaling = dict(parameters or {}), _scaling(scaling or {}, "rope_scaling")
+    theta = parameters.pop("rope_theta", None)
+    theta = values.get("rope_theta") if theta is None else theta
+    if type(theta) not in (int, float) or theta <= 0:
+        state = "is missing" if theta is None else f"is {theta!r}"
+        raise SmolLM3Error(f"rope_theta {state}, allowed is a number above 0")
+    if parameters:
+        of_parameters = _scaling(parameters, "rope_parameters")
+        if scaling is not None:
+            _agree("rope_scaling", scaling, "rope_parameters", of_parameters or {"rope_type": "default"})
+        scaling = of_parameters
+    return float(theta), scaling
+
+
+def _scaling(scaling: Mapping[str, Any], name: str) -> dict[str, Any] | None:
+    """The scaling with its type as `rope_type`; None: there is none."""
+    if not scaling:
+        return None
+    scaling = {key: value for key, value in scaling.items() if value is not None}
+    old_spelling = scaling.pop("type", None)
+    rope_type = scaling.setdefault("rope_type", old_spelling or "default")
+    if rope_type not in ROPE_TYPES:
+        raise SmolLM3Error(f"{name}.rope_type is {rope_type!r}, supported is {_one_of(ROPE_TYPES)}")
+    if rope_type == "default":
+        return None
+    required, optional = ROPE_SCALING_KEYS[rope_type]
+    for key in required:
+        if key not in scaling:
+            raise SmolLM3Error(f"{name}.{key} is missing, {rope_type!r} needs it")
+    for key, value in scaling.items():
+        if key == "rope_type" or (key == "truncate" and key in optional and type(value) is bool):
+            continue
+        if key not in required + optional:
+            raise SmolLM3Error(f"{name}.{key} is unknown for {rope_type!r}, allowed is {_one_of(required + optional)}")
+        least = 1 if key in ("factor", "original_max_position_embeddings") else 0
+        if type(value) not in (int, float) or not least <= value < float("inf") or not value:
+            raise SmolLM3Error(
+                f"{name}.{key} is {value!r}, allowed is a number {'of at least 1' if least else 'above 0'}"
+            )
+    return scaling
+
+
+def _sliding_window(values: Mapping[str, Any], no_rope_layers: list[int]) -> tuple[int | None, list[str]]:
+    """The window and each layer's type; without `layer_types` the NoPE layers slide, as transformers resolves it."""
+    full, sliding = LAYER_TYPES
+    window, layer_types = values.get("sliding_window"), values.get("layer_types")
+    if not values.get("use_sliding_window") or window is None:
+        if layer_types and sliding in layer_types[: len(no_rope_layers)]:
+            raise SmolLM3Error(
+                f"layer_types has {sliding!r}, but use_sliding_window is {values.get('use_sliding_window')!r} and "
+                f"sliding_window {window!r}: set both, or make every layer {full!r}"
+            )
+        return None, [full] * len(no_rope_layers)
+    if type(window) is not int or window < 2:
+        raise SmolLM3Error(f"sliding_window is {window!r}, allowed is a whole number of at least 2")
+    if layer_types is None:
+        layer_types = [full if rotary else sliding for rotary in no_rope_layers]
+    if not isinstance(layer_types, (list, tuple)) or len(layer_types) < len(no_rope_layers):
+        raise SmolLM3Error(
+            f"layer_types is {layer_types!r}, allowed is a list with a type for each of {len(no_rope_layers)} layers"
+        )
+    for layer_idx, layer_type in enumerate(layer_types):
+        if layer_type not in LAYER_TYPES:
+            raise SmolLM3Error(f"layer_types[{layer_idx}] is {layer_type!r}, allowed is {_one_of(LAYER_TYPES)}")
+    return window, list(layer_types[: len(no_rope_layers)])
+
+
+def longest_sequence(resolved: Mapping[str, Any]) -> int:
+    """Positions that the model is good for: max_position_embeddings, or what its RoPE scaling reaches."""
+    positions, scaling = resolved["max_position_embeddings"], resolved["rope_scaling"]
+    if scaling is None:
+        return positions
+    return max(positions, int(scaling["factor"] * scaling.get("original_max_position_embeddings", positions)))
+
+
+def _no_rope_layers(values: Mapping[str, Any], num_hidden_layers: int) -> list[int]:
+    """One flag per layer: `no_rope_layers`, else every interval-th layer without RoPE, as transformers resolves it."""
+    interval = values.get("no_rope_layer_interval")
+    interval = NO_ROPE_LAYER_INTERVAL if interval is None else interval
+    if type(interval) is not int or interval < 1:
+        raise SmolLM3Error(f"no_rope_layer_interval is {interval!r}, allowed is a whole number of at least 1")
+    layers = values.get("no_rope_layers")
+    if layers is None:
+        return [int((layer_idx + 1) % interval != 0) for layer_idx in range(num_hidden_layers)]
+    if not isinstance(layers, (list, tuple)):
+        raise SmolLM3Error(f"no_rope_layers is {layers!r}, allowed is a list with one 0 or 1 per layer")
+    for layer_idx, flag in enumerate(layers):
+        if type(flag) not in (int, bool) or flag not in (0, 1):
+            raise SmolLM3Error(f"no_rope_layers[{layer_idx}] is {flag!r}, allowed is 1 (applies RoPE) or 0 (NoPE)")
+    if len(layers) < num_hidden_layers:
+        raise SmolLM3Error(
+            f"no_rope_layers has {len(layers)} entries, at least num_hidden_layers = {num_hidden_layers} are needed"
+        )
+    return [int(flag) for flag in layers[:num_hidden_layers]]

@@ -1,0 +1,63 @@
+"""Sliding-window attention on some layers: which ones, their caches, and what cannot go with it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from neuronx_distributed_inference.modules.autobucketing import generate_buckets_for_cte, generate_buckets_for_tkg
+from neuronx_distributed_inference.modules.kvcache.kv_cache_manager import KVCacheManager
+
+from ..errors import SmolLM3Error
+
+_PRIVATE_HOOKS = ("_get_index_to_update_new_position",)
+# each keeps or reads the cache in a way of its own
+EXCLUDED = (
+    "attn_kernel_enabled", "k_cache_transposed", "flash_decoding_enabled", "apply_seq_ids_mask", "is_block_kv_layout",
+    "is_prefix_caching", "windowed_context_encoding_size",
+)  # fmt: skip
+
+
+def layer_windows(config: Any) -> list[int | None]:
+    """Each layer's window; None: full attention, which a window as long as the cache is, too."""
+    window = config.sliding_window
+    if window is None or window >= config.neuron_config.max_length:
+        return [None] * config.num_hidden_layers
+    return [window if layer_type == "sliding_attention" else None for layer_type in config.layer_types]
+
+
+def check_sliding_window(config: Any) -> None:
+    """SmolLM3Error for a NeuronConfig that the library's windows do not go with."""
+    if not any(layer_windows(config)):
+        return
+    window, neuron_config = config.sliding_window, config.neuron_config
+    for name in EXCLUDED:
+        if getattr(neuron_config, name, None):
+            raise SmolLM3Error(
+                f"{name} is {getattr(neuron_config, name)!r} with a sliding_window of {window}; leave it out"
+            )
+    shortest, caches = generate_buckets_for_cte(config)[0], generate_buckets_for_tkg(config)
+    if shortest < window - 1:
+        raise SmolLM3Error(
+            f"prompts are encoded at a length of {shortest}, at least {window - 1} is needed for a sliding_window of "
+            f"{window}: raise max_context_length or the first of context_encoding_buckets"
+        )
+    if len(caches) > 1:
+        raise SmolLM3Error(
+            f"token_generation_buckets is {caches}, with a sliding_window one is allowed: [{neuron_config.max_length}]"
+        )
+
+
+class SlidingWindowKVCacheManager(KVCacheManager):
+    """A cache as long as the window on sliding layers, where position p stands at p % (window - 1), and a whole one on the
+    others; the library's own takes the window for every layer."""
+
+    def __init__(self, config: Any, num_kv_head: int, global_rank: Any, windows: Sequence[int | None]):
+        self.windows = windows
+        sizes = [window or config.neuron_config.max_length for window in windows]
+        super().__init__(config, num_kv_head, global_rank=global_rank, layer_to_cache_size_mapping=sizes)
+
+    def _get_index_to_update_new_position(self, seq_ids, scatter_index, position_ids, full_k, transposed, layer_idx):
+        if self.windows[layer_idx]:
+            position_ids = position_ids % (self.windows[layer_idx] - 1)
+        return super()._get_index_to_update_new_position(
+            seq_ids, scatter_index, position_ids, full_k, transposed, layer_idx
+        )

@@ -1,0 +1,104 @@
+"""vLLM's `--tool-parser-plugin`: SmolLM3's tool calls, `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
+
+vLLM's own parser for that form, `hermes`, reads a stream token by token: it loses a call of which one step brings more than
+a token (as a busy server's may), the `{}` of a call without arguments, and text that is no call after all. This one hands a
+call on when it is whole, and all that is no call as text; of a call that breaks off, a stream shows nothing. vLLM 0.11 to
+0.13; imported by the server alone.
+"""
+
+import json
+from typing import Any
+
+from vllm.entrypoints.openai.protocol import (
+    DeltaFunctionCall,
+    DeltaMessage,
+    DeltaToolCall,
+    ExtractedToolCallInformation,
+    FunctionCall,
+    ToolCall,
+)
+
+try:
+    from vllm.tool_parsers.abstract_tool_parser import ToolParser, ToolParserManager
+except ImportError:  # before vLLM 0.13
+    from vllm.entrypoints.openai.tool_parsers.abstract_tool_parser import ToolParser, ToolParserManager
+
+START, END = "<tool_call>", "</tool_call>"
+
+
+def read_call(text: str) -> dict[str, Any] | None:
+    """{"name", "arguments"} of what stands between the tags; None where it is no call."""
+    try:
+        call = json.loads(text)
+        name, arguments = call["name"], call.get("arguments", {})
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return {"name": name, "arguments": arguments} if isinstance(name, str) and isinstance(arguments, dict) else None
+
+
+def read(text: str) -> tuple[str, list[dict[str, Any]], int]:
+    """The text outside of calls, the calls, and how many characters these two cover: a call that has begun is left."""
+    outside, calls, at = "", [], 0
+    while (start := text.find(START, at)) >= 0:
+        outside += text[at:start]
+        end = text.find(END, start)
+        if end < 0:
+            return outside, calls, start
+        call = read_call(text[start + len(START) : end])
+        at = end + len(END)
+        if call is None:
+            outside += text[start:at]
+        else:
+            calls.append(call)
+    # a tag that is no token of its own may come in parts
+    begun = next((n for n in range(len(START) - 1, 0, -1) if text.endswith(START[:n], at)), 0)
+    return outside + text[at : len(text) - begun], calls, len(text) - begun
+
+
+@ToolParserManager.register_module("smollm3")
+class SmolLM3ToolParser(ToolParser):
+    def __init__(self, tokenizer, *args, **kwargs):
+        super().__init__(tokenizer, *args, **kwargs)
+        self.position = 0  # in the answer: what is before it was handed on
+
+    def adjust_request(self, request):
+        if request.tools and request.tool_choice != "none":
+            request.skip_special_tokens = False  # the tags must come through, whatever kind of token they are
+        return request
+
+    def extract_tool_calls(self, model_output: str, request) -> ExtractedToolCallInformation:
+        outside, calls, covered = read(model_output)
+        content = outside + model_output[covered:]
+        return ExtractedToolCallInformation(
+            tools_called=bool(calls),
+            tool_calls=[
+                ToolCall(type="function", function=FunctionCall(name=call["name"], arguments=_dump(call)))
+                for call in calls
+            ],
+            content=content if content.strip() or not calls else None,
+        )
+
+    def extract_tool_calls_streaming(
+        self, previous_text, current_text, delta_text, previous_token_ids, current_token_ids, delta_token_ids, request
+    ) -> DeltaMessage | None:
+        outside, calls, covered = read(current_text[self.position :])
+        self.position += covered
+        deltas = []
+        for call in calls:
+            index = len(self.prev_tool_call_arr)
+            # what the server compares with at the end of the stream
+            self.prev_tool_call_arr.append(call)
+            self.streamed_args_for_tool.append(_dump(call))
+            # the name first: at the end of a stream the server rewrites a first delta that has arguments
+            whole = ToolCall(type="function", function=FunctionCall(name=call["name"], arguments=_dump(call)))
+            deltas += [
+                DeltaToolCall(index=index, type="function", id=whole.id, function=DeltaFunctionCall(name=call["name"])),
+                DeltaToolCall(index=index, function=DeltaFunctionCall(arguments=whole.function.arguments)),
+            ]
+        if deltas:
+            return DeltaMessage(content=outside or None, tool_calls=deltas)
+        return DeltaMessage(content=outside) if outside else None
+
+
+def _dump(call: dict[str, Any]) -> str:
+    return json.dumps(call["arguments"], ensure_ascii=False)

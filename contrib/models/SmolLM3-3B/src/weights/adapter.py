@@ -1,0 +1,235 @@
+"""A PEFT LoRA adapter: what merging it makes of a checkpoint's tensors, and whether NxD Inference can serve it unmerged.
+
+Reference: PEFT's `merge_and_unload` on transformers. Of tied embeddings PEFT would change both when it merges one; here
+the embedding and the head change each for itself, as in PEFT's forward before merging, which is what was trained.
+"""
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from ..errors import SmolLM3Error
+from .checkpoint import expected_shapes
+from .digests import sha256
+from .lazy_rows import MergedRows
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# what these do is read here, or shows in the tensors, or was over when training ended; any other field must be unset
+UNDERSTOOD = {
+    "peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "init_lora_weights",
+    "target_modules", "exclude_modules", "modules_to_save", "layers_to_transform", "layers_pattern", "bias", "lora_bias",
+    "fan_in_fan_out", "ensure_weight_tying", "auto_mapping", "base_model_name_or_path", "revision", "task_type",
+    "inference_mode", "lora_dropout", "loftq_config", "eva_config", "corda_config", "megatron_core", "qalora_group_size",
+    "runtime_config", "peft_version",
+}  # fmt: skip
+MERGE_INSTEAD = "merge it with scripts/compile.py --merge-adapter"
+KEEPS_THE_WEIGHTS = (True, False, None, "gaussian", "eva", "orthogonal")
+# end of a tensor's name -> what it is to the tensor that stands first
+ROLES = {
+    ".lora_A.weight": (".weight", "a"),
+    ".lora_B.weight": (".weight", "b"),
+    ".lora_B.bias": (".bias", "added"),
+    ".lora_embedding_A": (".weight", "embedding_a"),
+    ".lora_embedding_B": (".weight", "embedding_b"),
+    ".lora_magnitude_vector": (".weight", "magnitude"),
+    ".lora_magnitude_vector.weight": (".weight", "magnitude"),
+}
+
+
+class Adapter:
+    """The adapter in `folder` after checking that it fits a checkpoint with these resolved values (see hf_config.py).
+
+    Raises SmolLM3Error for what cannot be merged.
+    """
+
+    def __init__(self, folder: str | Path, config: Any):
+        self.folder = Path(folder)
+        self.values = self._read_config()
+        try:
+            self.file = safe_open(self.folder / WEIGHTS, framework="pt")
+            keys = list(self.file.keys())
+        except FileNotFoundError:
+            raise SmolLM3Error(f"{folder}: no {WEIGHTS} there; save the adapter with safetensors") from None
+        except (SafetensorError, OSError) as error:
+            raise SmolLM3Error(
+                f"{self.folder / WEIGHTS}: not a whole safetensors file ({error}); copy it again"
+            ) from None
+        self.roles: dict[str, dict[str, str]] = {}
+        for key in keys:
+            name, role = _target(key)
+            self.roles.setdefault(name, {})[role] = key
+        self.scaling = {name: self._scaling(name, roles) for name, roles in self.roles.items()}
+        self._check(config)
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """What tells it from any other."""
+        return {"folder": str(self.folder), **{name: sha256(self.folder / name) for name in (CONFIG, WEIGHTS)}}
+
+    def merged(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> Any:
+        """`tensor`, the checkpoint's of that name (without prefix), with the adapter merged: a tensor, or MergedRows."""
+        roles = self.roles.get(name, {})
+        if "replaced" in roles:
+            tensor = self._tensor(roles["replaced"])
+        if "added" in roles:
+            return tensor.to(dtype) + self._tensor(roles["added"]).float() * self.scaling[name]
+        if "embedding_a" in roles:
+            a, b = self._tensor(roles["embedding_b"]).T, self._tensor(roles["embedding_a"]).T
+        elif "a" in roles:
+            a, b = self._tensor(roles["a"]), self._tensor(roles["b"])
+        else:
+            return tensor
+        magnitude = self._tensor(roles["magnitude"]) if "magnitude" in roles else None
+        return MergedRows(tensor, a, b, self.scaling[name], magnitude, dtype)
+
+    def _tensor(self, key: str) -> torch.Tensor:
+        return self.file.get_tensor(key)
+
+    def _shape(self, key: str) -> tuple[int, ...]:
+        return tuple(self.file.get_slice(key).get_shape())
+
+    def _read_config(self) -> dict[str, Any]:
+        path = self.folder / CONFIG
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except (FileNotFoundError, NotADirectoryError):
+            raise SmolLM3Error(f"{self.folder}: no {CONFIG} there; pass the folder of a PEFT adapter") from None
+        except ValueError as error:
+            raise SmolLM3Error(f"{path}: not valid JSON ({error}); copy the file again") from None
+        if not isinstance(values, dict) or values.get("peft_type") != "LORA":
+            found = values.get("peft_type") if isinstance(values, dict) else values
+            raise SmolLM3Error(f"{path}: peft_type is {found!r}, only 'LORA' can be merged")
+        for name, value in values.items():
+            if value and name not in UNDERSTOOD:
+                raise SmolLM3Error(f"{path}: {name} is {value!r}, which cannot be merged into the weights here")
+        if values.get("init_lora_weights") not in KEEPS_THE_WEIGHTS:
+            raise SmolLM3Error(
+                f"{path}: init_lora_weights is {values['init_lora_weights']!r}: it was trained on changed weights, not the "
+                "checkpoint's; save it with PEFT's path_initial_model_for_weight_conversion"
+            )
+        return values
+
+    def _scaling(self, name: str, roles: dict[str, str]) -> float:
+        """lora_alpha over the rank, or its root; of the patterns the first that fits the module's name."""
+        path, module = self.folder / CONFIG, name.rpartition(".")[0]
+        module = module if module == "lm_head" else f"model.{module}"
+        alpha, rank = (
+            self._of_pattern("alpha_pattern", "lora_alpha", module),
+            self._of_pattern("rank_pattern", "r", module),
+        )
+        if type(alpha) not in (int, float) or type(rank) is not int or rank < 1:
+            raise SmolLM3Error(f"{path}: lora_alpha is {alpha!r} and r {rank!r} for {module}, allowed are numbers")
+        for key in (roles[role] for role in ("a", "embedding_a") if role in roles):
+            if self._shape(key)[0] != rank:
+                raise SmolLM3Error(f"{self.folder}: {key} has rank {self._shape(key)[0]}, {CONFIG} says {rank}")
+        return alpha / (math.sqrt(rank) if self.values.get("use_rslora") else rank)
+
+    def _of_pattern(self, pattern_name: str, default_name: str, module: str) -> Any:
+        for pattern, value in (self.values.get(pattern_name) or {}).items():
+            try:
+                fits = re.fullmatch(rf"(.*\.)?({pattern})", module)
+            except re.error as error:
+                raise SmolLM3Error(
+                    f"{self.folder / CONFIG}: {pattern_name} has {pattern!r}, which is no regular expression ({error})"
+                ) from None
+            if fits:
+                return value
+        return self.values.get(default_name)
+
+    def _check(self, config: Any) -> None:
+        if not self.roles:
+            raise SmolLM3Error(f"{self.folder / WEIGHTS}: no tensors in it")
+        shapes = expected_shapes(config)
+        shapes.setdefault("lm_head.weight", shapes["embed_tokens.weight"])
+        for name, roles in self.roles.items():
+            if name not in shapes:
+                reason = (
+                    "lora_bias needs a bias to add to" if "added" in roles else "it fits no tensor of the checkpoint"
+                )
+                raise SmolLM3Error(f"{self.folder}: {next(iter(roles.values()))}: {reason}; there is no {name}")
+            shape, rank = shapes[name], next((self._shape(roles[a])[0] for a in ("a", "embedding_a") if a in roles), 0)
+            expected = {
+                "replaced": shape, "added": shape, "magnitude": shape[:1], "a": (rank, shape[-1]), "b": (shape[0], rank),
+                "embedding_a": (rank, shape[0]), "embedding_b": (shape[-1], rank),
+            }  # fmt: skip
+            for one, other in (("a", "b"), ("b", "a"), ("embedding_a", "embedding_b"), ("embedding_b", "embedding_a")):
+                if one in roles and other not in roles:
+                    raise SmolLM3Error(f"{self.folder / WEIGHTS}: {roles[one]} is there without its other half")
+            for role, key in roles.items():
+                if self._shape(key) != expected[role]:
+                    raise SmolLM3Error(
+                        f"{self.folder}: {key} has shape {self._shape(key)}, the checkpoint asks for {expected[role]}; "
+                        "it is an adapter of another model"
+                    )
+            if "magnitude" in roles and "a" not in roles:
+                raise SmolLM3Error(f"{self.folder}: {roles['magnitude']}: use_dora on an embedding is not supported")
+
+
+def check_serving(config: Any) -> None:
+    """SmolLM3Error for a `lora_config` (LoraServingConfig) that NxD Inference would serve wrongly, or not at all."""
+    neuron_config, plan = config.neuron_config, config.sharding_plan()
+    lora_config, tp_degree = neuron_config.lora_config, neuron_config.tp_degree
+    if not hasattr(lora_config, "target_modules"):  # None, or not made a LoraServingConfig of
+        return
+    if neuron_config.quantized:
+        raise SmolLM3Error(
+            f"lora_config: adapters on quantized weights were never checked with this model; {MERGE_INSTEAD}"
+        )
+    if lora_config.batch_size != neuron_config.batch_size:
+        raise SmolLM3Error(
+            f"lora_config.batch_size is {lora_config.batch_size}, batch_size {neuron_config.batch_size}: make them equal"
+        )
+    if config.hidden_size % tp_degree:
+        raise SmolLM3Error(f"lora_config: tp_degree {tp_degree} does not divide hidden_size, {config.hidden_size}")
+    changes_heads = plan.kv_expansion > 1 or config.num_attention_heads % tp_degree
+    for names, is_wrong, reason in (
+        (("embed_tokens", "lm_head"), True, "the library leaves it out"),
+        (("q_proj", "k_proj", "v_proj"), neuron_config.fused_qkv, "with fused_qkv the library leaves it out"),
+        (
+            ("q_proj", "k_proj", "v_proj", "o_proj"), changes_heads,
+            f"tp_degree {tp_degree} changes the heads, and the adapter's would stay as they are",
+        ),
+    ):  # fmt: skip
+        found = [name for name in names if name in lora_config.target_modules]
+        if found and is_wrong:
+            raise SmolLM3Error(f"lora_config has an adapter for {found[0]}, but {reason}; {MERGE_INSTEAD}")
+    for folder in {**lora_config.lora_ckpt_paths, **lora_config.lora_ckpt_paths_cpu}.values():
+        if Path(folder).is_dir():
+            _check_served(Adapter(folder, config), lora_config.max_lora_rank)
+
+
+def _check_served(adapter: Adapter, max_lora_rank: int) -> None:
+    path = adapter.folder / CONFIG
+    for name in ("alpha_pattern", "use_dora", "lora_bias", "modules_to_save"):
+        if adapter.values.get(name):
+            raise SmolLM3Error(
+                f"{path}: {name} is {adapter.values[name]!r}, which the library ignores; {MERGE_INSTEAD}"
+            )
+    if not isinstance(adapter.values.get("target_modules"), list) or not adapter.values.get("lora_alpha"):
+        raise SmolLM3Error(
+            f"{path}: the library wants a list of target_modules and a lora_alpha above 0; {MERGE_INSTEAD}"
+        )
+    for roles in adapter.roles.values():
+        if set(roles) != {"a", "b"}:
+            raise SmolLM3Error(
+                f"{adapter.folder}: {next(iter(roles.values()))} is ignored by the library; {MERGE_INSTEAD}"
+            )
+        rank = adapter._shape(roles["a"])[0]
+        if rank > max_lora_rank:
+            raise SmolLM3Error(
+                f"{adapter.folder}: {roles['a']} has rank {rank}, max_lora_rank is {max_lora_rank}; raise it"
+            )
+
+
+def _target(key: str) -> tuple[str, str]:
+    """(name of the checkpoint's tensor, without prefix; role) of an adapter's tensor."""
+    name = key.removeprefix("base_model.model.").removeprefix("model.")
+    for ending, (target, role) in ROLES.items():
+        if name.endswith(ending):
+            return name.removesuffix(ending) + target, role
+    return name.replace(".base_layer.", "."), "replaced"

@@ -1,0 +1,39 @@
+"""The CPU runtime's ranks with modules in the place of compiled graphs, for inspect_layers.py. Imported after `choose_place`."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from neuronx_distributed._cpu import RankThreads
+from neuronx_distributed_inference._graph import map_shard
+from torch import Tensor
+
+
+class EagerRanks:
+    """Takes the place of the CPU runtime's compiled graphs: every rank's model as modules, over the artifact's shards."""
+
+    def __init__(self, app, weights: Path):
+        self.threads = RankThreads(app.neuron_config.tp_degree)
+        self.models = []
+        for rank in range(app.neuron_config.tp_degree):
+            model = app.context_encoding_model._build(app.neuron_config.max_context_length)
+            state = map_shard(str(weights / f"tp{rank}_sharded_checkpoint.safetensors"))
+            for name, parameter in model.named_parameters():
+                if name.startswith("kv_mgr."):
+                    state[name] = torch.zeros(parameter.shape, dtype=parameter.dtype)
+            model.load_state_dict(state, assign=True)
+            self.models.append(model)
+        for wrapper in app.models:
+            wrapper.model = self
+        self.around: Callable[[int], Any] | None = None  # rank -> a context to run the rank's model in
+
+    def run(self, tag: str, bucket: int, inputs: Sequence[Tensor]) -> Tensor:
+        def step(rank: int) -> Tensor:
+            self.models[rank].n_positions = bucket
+            if self.around is None:
+                return self.models[rank](*inputs)[0]
+            with self.around(rank):
+                return self.models[rank](*inputs)[0]
+
+        return self.threads.run(step)[0]

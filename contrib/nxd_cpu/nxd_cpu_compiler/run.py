@@ -1,0 +1,62 @@
+"""Load compiled parts and run a step with them."""
+
+import json
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+FOLDER = "compiled"
+PLAN = "graphs.json"
+
+
+def cpu_features() -> set[str]:
+    """What the kernel says this CPU can do; empty where it says nothing."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return set()
+    return set(next((line.split(":")[1] for line in lines if line.startswith(("flags", "Features"))), "").split())
+
+
+class CompiledGraph:
+    """One submodel at one bucket, in the place of an exported graph."""
+
+    def __init__(self, plan: dict, parts: dict):
+        self.tag, self.bucket = plan["tag"], plan["bucket"]
+        self._arguments, self._size, self._output = plan["arguments"], plan["size"], plan["output"]
+        self._steps = [(parts[step["file"]].run, step["inputs"], step["outputs"]) for step in plan["steps"]]
+
+    def arguments(self) -> list[tuple[str | None, Tensor | None]]:
+        """See `Graph.arguments`."""
+        return [
+            (a["name"], torch.empty(a["shape"], dtype=getattr(torch, a["dtype"]), device="meta")) if a else (None, None)
+            for a in self._arguments
+        ]
+
+    def __call__(self, *arguments: Tensor) -> Tensor:
+        values = [*arguments, *[None] * (self._size - len(arguments))]
+        for run, inputs, outputs in self._steps:
+            for place, value in zip(outputs, run([values[place] for place in inputs])):
+                values[place] = value
+        return values[self._output]
+
+
+def load(folder: str) -> list[CompiledGraph] | None:
+    """The graphs that `compile_ahead` left in an artifact's folder; None: there are none.
+
+    ValueError if they were made for a CPU that can do more, or a file cannot be loaded."""
+    path = Path(folder, FOLDER)
+    if not path.is_dir():
+        return None
+    plan = json.loads((path / PLAN).read_text())
+    missing = set(plan["cpu"]) - cpu_features()
+    if missing:
+        lacks = ", ".join(sorted(missing))
+        raise ValueError(f"{path} was compiled for a CPU with {lacks}, which this one lacks: compile again")
+    files = {step["file"] for graph in plan["graphs"] for step in graph["steps"]}
+    try:
+        parts = {file: torch._C._aoti.AOTIModelContainerRunnerCpu(str(path / file), 1) for file in files}
+    except RuntimeError as error:
+        raise ValueError(f"{path} cannot be loaded ({str(error).splitlines()[0]}): compile again") from error
+    return [CompiledGraph(graph, parts) for graph in plan["graphs"]]
