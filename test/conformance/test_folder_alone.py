@@ -1,4 +1,7 @@
-"""The model's folder alone, as a contrib folder is used: in a checkout of NxDI, with nothing of ours installed."""
+"""The model's folder, and the part of it that goes upstream, as a contrib folder is used: with nothing of ours installed.
+
+On the library's sources in a checkout of NxDI; the part also on the CPU runtime, which stands for the library.
+"""
 
 import os
 import re
@@ -7,12 +10,15 @@ import subprocess
 import sys
 
 import pytest
-from places import CONTRIB, MODEL
+from places import CONTRIB, MODEL, ROOT
 
 # what is installed of this project is taken away again, and the closed modules are stood in for
-SITE = f"""
+UNINSTALLED = """
 import sys
 sys.meta_path[:] = [f for f in sys.meta_path if "smollm3_neuron" not in getattr(f, "__module__", "")]
+"""
+SITE = f"""
+{UNINSTALLED}
 sys.path.insert(0, {str(CONTRIB)!r})
 from nxd_sources import closed_sdk
 del sys.path[0]
@@ -20,23 +26,47 @@ closed_sdk.install()
 """
 
 
-@pytest.fixture(scope="module")
-def folder(nxd_releases, tmp_path_factory):
+def write_part(folder):
+    subprocess.run([sys.executable, ROOT / "tools" / "upstream.py", folder], check=True)
+
+
+def write_all(folder):
+    shutil.copytree(MODEL, folder, ignore=shutil.ignore_patterns("__pycache__"))
+
+
+PYTEST = ("-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider")
+
+
+@pytest.fixture(scope="module", params=[write_all, write_part], ids=["the whole folder", "the upstream part"])
+def folder(request, nxd_releases, tmp_path_factory):
     if not nxd_releases:
         pytest.skip("needs --nxd-source NXD_SRC:NXDI_SRC, the sources of the real library")
     checkout = tmp_path_factory.mktemp("checkout")
     (checkout / "sitecustomize.py").write_text(SITE)
-    shutil.copytree(MODEL, checkout / "contrib/models/SmolLM3-3B", ignore=shutil.ignore_patterns("__pycache__"))
+    request.param(checkout / "contrib/models/SmolLM3-3B")
     return checkout / "contrib/models/SmolLM3-3B"
 
 
-def run(folder, release, *command):
-    path = os.pathsep.join([str(folder.parents[2]), release.nxd, release.nxdi])
-    environment = {**os.environ, "PYTHONPATH": path, "NXD_CPU_MODE": "1"}
+def run_in(folder, *command, **environment):
+    """Exit code and output of a Python command in the model's folder; sitecustomize.py is in the checkout's root."""
+    environment = {**os.environ, **environment}
+    environment["PYTHONPATH"] = os.pathsep.join([str(folder.parents[2]), environment["PYTHONPATH"]])
     done = subprocess.run(
         [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=500
     )
     return done.returncode, done.stdout + done.stderr
+
+
+def run(folder, release, *command):
+    return run_in(folder, *command, PYTHONPATH=os.pathsep.join([release.nxd, release.nxdi]), NXD_CPU_MODE="1")
+
+
+def test_the_upstream_part_on_the_cpu_runtime(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(UNINSTALLED)
+    folder = tmp_path / "contrib/models/SmolLM3-3B"
+    write_part(folder)
+    code, said = run_in(folder, *PYTEST, "test/integration", PYTHONPATH=str(CONTRIB / "nxd_cpu"))
+    assert code == 0 and re.search(r"\d passed", said) and "skipped" not in said, said[-4000:]
 
 
 def test_nothing_of_ours_is_there(folder, nxd_releases):
@@ -45,7 +75,7 @@ def test_nothing_of_ours_is_there(folder, nxd_releases):
 
 
 def test_its_tests_pass(folder, nxd_releases):
-    code, said = run(folder, nxd_releases[0], "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "test")
+    code, said = run(folder, nxd_releases[0], *PYTEST, "test")
     assert code == 0 and re.search(r"\d{3} passed", said), said[-4000:]
     skipped = {
         re.sub(r"SKIPPED \[\d+\] |\.py(:\d+)?: .*", "", line) for line in said.splitlines() if line[:7] == "SKIPPED"

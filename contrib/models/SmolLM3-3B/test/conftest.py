@@ -16,3 +16,8 @@ if importlib.util.find_spec("smollm3_neuron") is None:
     )
     sys.modules["smollm3_neuron"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(sys.modules["smollm3_neuron"])
+
+if importlib.util.find_spec("smollm3_neuron.machine") is not None:
+    from smollm3_neuron.machine.runtime import ensure_neuronx
+
+    ensure_neuronx()  # where there is no SDK, the CPU runtime

@@ -10,38 +10,25 @@ In a checkout of NxD Inference without a device it runs on the library's own CPU
 
 import json
 import os
-import sys
 from pathlib import Path
 
 import pytest
+import torch
+from neuronx_distributed_inference.models.model_base import NeuronBaseForCausalLM
+from neuronx_distributed_inference.utils.hf_adapter import load_pretrained_config
+from transformers import AutoTokenizer
 
-FOLDER = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(FOLDER))
+from smollm3_neuron.check.reference import PUBLISHED_PROMPTS, load_reference, reference_generate, token_match
+from smollm3_neuron.generate.generation import Sampling, generate
+from smollm3_neuron.modeling_smollm3_3b import NeuronSmolLM3ForCausalLM, SmolLM3InferenceConfig
 
-from src.machine.runtime import ensure_neuronx
-
-RUNTIME = ensure_neuronx()
-
-import torch  # noqa: E402
-from src.artifact.build import build_config, compile_artifact
-from src.artifact.folder import open_artifact
-from src.artifact.settings import Settings
-from src.check.reference import PUBLISHED_PROMPTS, load_reference, reference_generate, token_match
-from src.generate.generation import Sampling, generate
-from src.modeling_smollm3_3b import NeuronSmolLM3ForCausalLM  # noqa: E402
-from transformers import AutoTokenizer  # noqa: E402
-
-TINY = FOLDER / "test" / "tiny"
+TINY = Path(__file__).resolve().parents[1] / "tiny"
 MODEL = Path(os.environ.get("SMOLLM3_MODEL", TINY))
-PLACE = os.environ.get("SMOLLM3_DEVICE", "cpu")
-ON_DEVICE = PLACE == "neuron"
-LIBRARY_CPU_MODE = RUNTIME == "neuron" and not ON_DEVICE
-SETTINGS = Settings(
-    tp_degree=1 if LIBRARY_CPU_MODE else 2,
-    batch_size=2,
-    seq_len=128,
-    torch_dtype="bfloat16" if ON_DEVICE else "float32",
-)
+ON_DEVICE = os.environ.get("SMOLLM3_DEVICE", "cpu") == "neuron"
+# the library's own CPU mode compiles nothing; the CPU runtime does, and has no such mode
+LIBRARY_CPU_MODE = hasattr(NeuronBaseForCausalLM, "to_cpu") and not ON_DEVICE
+TP_DEGREE = 1 if LIBRARY_CPU_MODE else 2
+DTYPE = torch.bfloat16 if ON_DEVICE else torch.float32
 NEW_TOKENS = 32
 # largest logit error, as a share of the largest logit
 TOLERANCE = 0.03 if ON_DEVICE else 1e-5
@@ -55,27 +42,47 @@ class CPUModeModel(NeuronSmolLM3ForCausalLM):
 
 
 @pytest.fixture(scope="module")
-def artifact(tmp_path_factory):
-    if LIBRARY_CPU_MODE:
-        pytest.skip("NxD Inference's CPU mode compiles nothing")
-    output = tmp_path_factory.mktemp("artifact") / "SmolLM3"
-    return compile_artifact(MODEL, output, SETTINGS, PLACE)
+def config():
+    neuron_config = SmolLM3InferenceConfig.get_neuron_config_cls()(
+        tp_degree=TP_DEGREE,
+        batch_size=2,
+        seq_len=128,
+        max_context_length=128,
+        torch_dtype=DTYPE,
+        save_sharded_checkpoint=True,
+        on_cpu=LIBRARY_CPU_MODE,
+    )
+    return SmolLM3InferenceConfig(neuron_config, load_config=load_pretrained_config(str(MODEL)))
 
 
 @pytest.fixture(scope="module")
-def model(request):
+def compiled(config, tmp_path_factory):
+    """The folder that `compile` wrote: graphs, config and the ranks' weights."""
     if LIBRARY_CPU_MODE:
-        config = build_config(MODEL, SETTINGS)
-        config.neuron_config.on_cpu = True
+        pytest.skip("NxD Inference's CPU mode compiles nothing")
+    folder = str(tmp_path_factory.mktemp("compiled") / "SmolLM3")
+    NeuronSmolLM3ForCausalLM(str(MODEL), config).compile(folder)
+    return folder
+
+
+def load(folder: str) -> NeuronSmolLM3ForCausalLM:
+    model = NeuronSmolLM3ForCausalLM(folder)
+    model.load(folder)
+    return model
+
+
+@pytest.fixture(scope="module")
+def model(config, request):
+    if LIBRARY_CPU_MODE:
         model = CPUModeModel(str(MODEL), config)
         model.to_cpu()
         return model
-    return request.getfixturevalue("artifact").load()
+    return load(request.getfixturevalue("compiled"))
 
 
 @pytest.fixture(scope="module")
 def reference():
-    return load_reference(MODEL, getattr(torch, SETTINGS.torch_dtype))
+    return load_reference(MODEL, DTYPE)
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +128,7 @@ def test_open_ended_prompts_are_reported(model, reference, tokenizer, eos, recor
         match = token_match(result.tokens, reference_generate(reference, prompt, NEW_TOKENS, eos).tokens)
         print(f"{match:7.1%}  {text}")
         record_property(text, match)
-        assert match == 1 or SETTINGS.torch_dtype != "float32"
+        assert match == 1 or torch.float32 != DTYPE
 
 
 def test_logits_under_teacher_forcing(model, reference, tokenizer, eos):
@@ -159,7 +166,7 @@ def test_sampling_repeats_with_a_seed(model, tokenizer, eos):
     assert runs[0] == runs[1] and len({tuple(run) for run in runs}) > 1
 
 
-def test_loaded_artifact_gives_the_same_tokens(artifact, model, tokenizer, eos):
+def test_what_is_loaded_again_gives_the_same_tokens(compiled, model, tokenizer, eos):
     prompt = tokenizer(["1+1="])["input_ids"]
-    again = open_artifact(artifact.path, PLACE, tp_degree=SETTINGS.tp_degree, verify=True).load()
+    again = load(compiled)
     assert generate(again, prompt, 16, barred_token_ids=eos) == generate(model, prompt, 16, barred_token_ids=eos)

@@ -8,7 +8,6 @@ from transformers import SmolLM3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.smollm3.modeling_smollm3 import SmolLM3RotaryEmbedding
 
-from smollm3_neuron.machine.runtime import ensure_neuronx
 from smollm3_neuron.model.rope import ScaledRotaryEmbedding
 
 SCALINGS = {
@@ -71,7 +70,6 @@ def test_cos_and_sin_up_to_131071_are_no_further_from_float64_than_transformers(
 
 def test_without_scaling_they_are_neither(capsys):
     """The library's own module; here the frequencies are float64, too."""
-    ensure_neuronx()
     from smollm3_neuron.modeling_smollm3_3b import get_rotary_embedding
 
     values = dict(rope_theta=5e6, rope_scaling=None, max_position_embeddings=65536, head_dim=128)
