@@ -1,7 +1,7 @@
-"""Runs one function many times in forked children of a process that has imported everything: python forker.py CASES.json
+"""Compiles many times, in forked children of a process that has imported everything: python forker.py CASES.json
 
-The children are killed, denied or starved as each case says; what became of each is printed as JSON. A process of its own,
-because a fork after OpenMP has run may hang.
+The children are killed, denied or starved as each case says; what became of each is printed as JSON. A process of its
+own, because a fork after OpenMP has run may hang.
 """
 
 import json
@@ -25,7 +25,8 @@ from smollm3_neuron.artifact.settings import Settings
 from smollm3_neuron.errors import SmolLM3Error  # noqa: E402
 from smollm3_neuron.machine.locate import tiny_folder
 
-transformers.SmolLM3ForCausalLM, transformers.AutoTokenizer  # lazily imported otherwise
+for name in ("SmolLM3ForCausalLM", "AutoTokenizer"):
+    getattr(transformers, name)  # each child would import it again
 
 
 def child(case: dict) -> None:

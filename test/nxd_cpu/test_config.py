@@ -57,7 +57,8 @@ def test_checkpoint_dtype_gives_way_to_a_given_one(checkpoint):
 @pytest.mark.parametrize(
     "option",
     [
-        dict(lora_config=dict(max_loras=2)), dict(kv_cache_quant=True), dict(qkv_kernel_enabled=True), dict(output_logits=True), dict(tkg_batch_size=2),
+        dict(lora_config=dict(max_loras=2)), dict(kv_cache_quant=True), dict(qkv_kernel_enabled=True),
+        dict(output_logits=True), dict(tkg_batch_size=2),
         dict(async_mode=True, on_device_sampling_config=dict(top_k=1)), dict(sequence_parallel_enabled=True),
         dict(windowed_context_encoding_size=16, ctx_batch_size=3),
         dict(is_prefix_caching=True, is_block_kv_layout=True, ctx_batch_size=1, seq_len=128, max_context_length=128,

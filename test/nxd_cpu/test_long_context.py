@@ -19,10 +19,18 @@ NEW_TOKENS = 4
 def long_checkpoint(tmp_path_factory):
     torch.manual_seed(0)
     config = SmolLM3Config(
-        vocab_size=256, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, no_rope_layer_interval=2, max_position_embeddings=65536, pad_token_id=0, bos_token_id=1,
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        no_rope_layer_interval=2,
+        max_position_embeddings=65536,
+        pad_token_id=0,
+        bos_token_id=1,
         eos_token_id=2,
-    )  # fmt: skip
+    )
     model = SmolLM3ForCausalLM(config)
     for parameter in model.parameters():
         if parameter.dim() > 1:
