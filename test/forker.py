@@ -18,11 +18,11 @@ from smollm3_neuron.machine.runtime import ensure_neuronx
 
 ensure_neuronx()
 
-import transformers  # noqa: E402
+import transformers
 
 from smollm3_neuron.artifact.build import Callbacks, build_config, compile_artifact
 from smollm3_neuron.artifact.settings import Settings
-from smollm3_neuron.errors import SmolLM3Error  # noqa: E402
+from smollm3_neuron.errors import SmolLM3Error
 from smollm3_neuron.machine.locate import tiny_folder
 
 for name in ("SmolLM3ForCausalLM", "AutoTokenizer"):

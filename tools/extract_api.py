@@ -184,7 +184,7 @@ class Sources:
 
 def imported_by_package() -> set[tuple[str, str]]:
     """(module, name) of what the model's package imports from the library."""
-    files = PACKAGE.glob("*.py")
+    files = PACKAGE.rglob("*.py")
     return {(module, name) for file in files for _, module, name in library_imports(ast.walk(parse(file)))}
 
 

@@ -1,6 +1,4 @@
 import json
-import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -68,12 +66,3 @@ def test_checkpoint_dtype_gives_way_to_a_given_one(checkpoint):
 def test_options_left_out(build, option):
     with pytest.raises(NotImplementedError, match=f"the CPU runtime does not support {next(iter(option))}="):
         build(**option)
-
-
-def test_size():
-    files = (Path(__file__).parents[2] / "contrib/nxd_cpu").rglob("*.py")
-    lengths = {path: len(path.read_text().splitlines()) for path in files}
-    assert sum(lengths.values()) <= 2000
-    assert max(lengths.values()) < 500
-    for path in lengths:
-        assert not re.search(r"^.{121,}", path.read_text(), re.MULTILINE), path

@@ -10,26 +10,24 @@ In a checkout of NxD Inference without a device it runs on the library's own CPU
 
 import json
 import os
-import sys
 from pathlib import Path
 
 import pytest
 
 FOLDER = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(FOLDER))
-
-from src.machine.runtime import ensure_neuronx
+from smollm3_neuron.machine.runtime import ensure_neuronx
 
 RUNTIME = ensure_neuronx()
 
-import torch  # noqa: E402
-from src.artifact.build import build_config, compile_artifact
-from src.artifact.folder import open_artifact
-from src.artifact.settings import Settings
-from src.check.reference import PUBLISHED_PROMPTS, load_reference, reference_generate, token_match
-from src.generate.generation import Sampling, generate
-from src.modeling_smollm3_3b import NeuronSmolLM3ForCausalLM  # noqa: E402
-from transformers import AutoTokenizer  # noqa: E402
+import torch
+from transformers import AutoTokenizer
+
+from smollm3_neuron.artifact.build import build_config, compile_artifact
+from smollm3_neuron.artifact.folder import open_artifact
+from smollm3_neuron.artifact.settings import Settings
+from smollm3_neuron.check.reference import PUBLISHED_PROMPTS, load_reference, reference_generate, token_match
+from smollm3_neuron.generate.generation import Sampling, generate
+from smollm3_neuron.modeling_smollm3_3b import NeuronSmolLM3ForCausalLM
 
 TINY = FOLDER / "test" / "tiny"
 MODEL = Path(os.environ.get("SMOLLM3_MODEL", TINY))
