@@ -65,11 +65,16 @@ def vllm(args: argparse.Namespace) -> dict:
     from vllm import LLM, SamplingParams
 
     engine = LLM(
-        artifact.manifest["model"]["folder"], tensor_parallel_size=settings.tp_degree, max_num_seqs=settings.batch_size,
-        max_model_len=settings.seq_len, dtype=settings.torch_dtype, max_num_batched_tokens=settings.seq_len,
-        enable_chunked_prefill=False, enable_prefix_caching=False,
+        artifact.manifest["model"]["folder"],
+        tensor_parallel_size=settings.tp_degree,
+        max_num_seqs=settings.batch_size,
+        max_model_len=settings.seq_len,
+        dtype=settings.torch_dtype,
+        max_num_batched_tokens=settings.seq_len,
+        enable_chunked_prefill=False,
+        enable_prefix_caching=False,
         additional_config={"override_neuron_config": override(settings)},
-    )  # fmt: skip
+    )
     text = engine.generate([PROMPT], SamplingParams(temperature=0, max_tokens=8))[0].outputs[0].text
     if ANSWER not in text:
         raise SmolLM3Error(f"vLLM answers {PROMPT!r} with {text!r}, {ANSWER} is not in it")

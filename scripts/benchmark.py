@@ -1,9 +1,9 @@
 """Speed and memory of artifacts beside transformers: python scripts/benchmark.py ARTIFACT [ARTIFACT ...]
 
-Each artifact runs at its own batch size and TP degree, and beside it transformers' `generate` with the same weights, dtype,
-threads and prompts, eager with its dynamic cache and with a static one. Every model is a process of its own; the processes take
-turns, so that what else the machine does meets all of them. The ratios are of the least times, to which nothing else added:
-on a shared machine only they say something.
+Each artifact runs at its own batch size and TP degree, and beside it transformers' `generate` with the same weights,
+dtype, threads and prompts, eager with its dynamic cache and with a static one. Every model is a process of its own; the
+processes take turns, so that what else the machine does meets all of them. The ratios are of the least times, to which
+nothing else added: on a shared machine only they say something.
 """
 
 import argparse
@@ -139,9 +139,17 @@ def transformers_runner(job: dict):
     def answer(prompts, new_tokens, stamp):
         input_ids = torch.tensor(prompts)
         model.generate(
-            input_ids, attention_mask=torch.ones_like(input_ids), max_new_tokens=new_tokens, do_sample=False, temperature=None,
-            top_p=None, eos_token_id=None, pad_token_id=0, cache_implementation=job["cache"], streamer=Stamps(stamp),
-        )  # fmt: skip
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            max_new_tokens=new_tokens,
+            do_sample=False,
+            temperature=None,
+            top_p=None,
+            eos_token_id=None,
+            pad_token_id=0,
+            cache_implementation=job["cache"],
+            streamer=Stamps(stamp),
+        )
 
     return answer
 
@@ -270,10 +278,19 @@ def row_of(artifact, worker: Worker, length: int, found: list[dict]) -> Row:
     is_artifact, settings = worker.name == "artifact", artifact.settings
     firsts = [one["first"] for one in found]
     return Row(
-        artifact.path.name, worker.name, settings.tp_degree if is_artifact else 1, settings.batch_size, length,
-        statistics.median(firsts), (min(firsts), min(gaps)), percentiles, settings.batch_size / percentiles["p50"],
-        max(one["memory"] for one in found), worker.load, artifact.manifest["seconds"]["compile"] if is_artifact else None,
-    )  # fmt: skip
+        artifact.path.name,
+        worker.name,
+        settings.tp_degree if is_artifact else 1,
+        settings.batch_size,
+        length,
+        statistics.median(firsts),
+        (min(firsts), min(gaps)),
+        percentiles,
+        settings.batch_size / percentiles["p50"],
+        max(one["memory"] for one in found),
+        worker.load,
+        artifact.manifest["seconds"]["compile"] if is_artifact else None,
+    )
 
 
 def share(row: Row, estimate: Estimate, best: tuple[float, float], place: str) -> None:
@@ -313,11 +330,23 @@ def cells(row: Row) -> list[str]:
         return "" if value is None else format(value, form)
 
     return [
-        row.artifact, row.engine, str(row.tp_degree), str(row.batch_size), str(row.prompt_length), f"{row.first_token * 1e3:.1f}",
-        "/".join(f"{value * 1e3:.2f}" for value in row.percentiles.values()), f"{row.tokens_per_second:.1f}",
-        f"{row.memory / 1e6:.0f}", f"{row.load:.2f}", shown(row.compile, ".1f"), shown(row.mfu_prefill, ".1%"),
-        shown(row.mfu, ".1%"), shown(row.mbu, ".1%"), shown(row.first_token_ratio, ".2f"), shown(row.decode_ratio, ".2f"),
-    ]  # fmt: skip
+        row.artifact,
+        row.engine,
+        str(row.tp_degree),
+        str(row.batch_size),
+        str(row.prompt_length),
+        f"{row.first_token * 1e3:.1f}",
+        "/".join(f"{value * 1e3:.2f}" for value in row.percentiles.values()),
+        f"{row.tokens_per_second:.1f}",
+        f"{row.memory / 1e6:.0f}",
+        f"{row.load:.2f}",
+        shown(row.compile, ".1f"),
+        shown(row.mfu_prefill, ".1%"),
+        shown(row.mfu, ".1%"),
+        shown(row.mbu, ".1%"),
+        shown(row.first_token_ratio, ".2f"),
+        shown(row.decode_ratio, ".2f"),
+    ]
 
 
 def table(rows: list[Row]) -> str:

@@ -59,9 +59,10 @@ def parse_args() -> argparse.Namespace:
         help='{"dynamic": true}: sample on the device; null: on the host (default, but with --for-vllm)',
     )
     parser.add_argument(
-        "--for-vllm", action="store_true",
+        "--for-vllm",
+        action="store_true",
         help="what vllm-neuron would compile for --max-num-seqs BATCH_SIZE --max-model-len SEQ_LEN; prints how to serve it",
-    )  # fmt: skip
+    )
     parser.add_argument("--vocab-parallel", action="store_true", help="the embeddings cut along the vocabulary")
     parser.add_argument(
         "--sequence-parallel-enabled", action="store_true", help="contexts cut along their length between layers"

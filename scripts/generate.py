@@ -29,10 +29,12 @@ def parse_args() -> argparse.Namespace:
         "--think", action=argparse.BooleanOptionalAction, help="reasoning mode of the chat (default: on)"
     )
     parser.add_argument(
-        "--messages", type=Path, metavar="FILE",
+        "--messages",
+        type=Path,
+        metavar="FILE",
         help="with --chat, a conversation in place of prompts: JSON, its messages, or an object with messages and "
         + ", ".join(chat.VARIABLES),
-    )  # fmt: skip
+    )
     parser.add_argument("--today", metavar="DATE", help="the date that the chat template writes (default: today)")
     parser.add_argument(
         "--temperature", type=float, help="0: greedy (default: in a chat the checkpoint's own sampling, else 0)"

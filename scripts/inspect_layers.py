@@ -1,7 +1,8 @@
 """Names the first layer and value that differ from transformers': python scripts/inspect_layers.py ARTIFACT
 
-Per layer: RoPE or NoPE as the config has it and as the layer behaves, whether input + attention + MLP is the output to the bit,
-and the value that is furthest from transformers'. Exit code 0: all is right; 1: something is not; 2: it cannot be inspected.
+Per layer: RoPE or NoPE as the config has it and as the layer behaves, whether input + attention + MLP is the output to
+the bit, and the value that is furthest from transformers'. Exit code 0: all is right; 1: something is not; 2: it cannot
+be inspected.
 """
 
 import argparse
@@ -29,9 +30,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="checkpoint folder of the reference (default: the artifact's own)")
     parser.add_argument("--prompt", default="The square root of 144 is", help="default: %(default)r")
     parser.add_argument(
-        "--nxd-source", metavar="NXD_SRC:NXDI_SRC",
+        "--nxd-source",
+        metavar="NXD_SRC:NXDI_SRC",
         help="the model code on the library's sources in their CPU mode, TP 1, with the artifact's checkpoint and settings",
-    )  # fmt: skip
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="everything that was found")
     common.add_device(parser)
     return parser.parse_args()
@@ -137,11 +139,13 @@ def as_dict(found) -> dict:
     probes = zip(found.rope_of_config, found.rope_of_projections, found.rope_of_spacing)
     layers = [
         {
-            "rope_of_config": config, "rope_of_projections": projections, "rope_of_spacing": spacing,
+            "rope_of_config": config,
+            "rope_of_projections": projections,
+            "rope_of_spacing": spacing,
             "identity": index not in found.broken_identity,
         }
         for index, (config, projections, spacing) in enumerate(probes)
-    ]  # fmt: skip
+    ]
     return {
         "first": first and {"layer": first[0], "name": first[1]},
         "layers": layers,

@@ -1,7 +1,7 @@
 """What fits where, before anything is rented: python scripts/plan.py --instance trn1.2xlarge
 
-Bytes per NeuronCore, host memory, legal TP degrees, the largest batch and context, and a roofline: upper bounds from the
-machines' published figures, nothing of it measured on a device.
+Bytes per NeuronCore, host memory, legal TP degrees, the largest batch and context, and a roofline: upper bounds from
+the machines' published figures, nothing of it measured on a device.
 """
 
 import argparse
@@ -108,9 +108,12 @@ def plot(estimates: list[Estimate], path: Path) -> None:
         contexts = [estimate.largest_seq_len(max(1, int(batch))) for batch in batches]
         axes.step(batches, contexts, where="post", label=f"TP {estimate.tp_degree} ({estimate.plan.strategy})")
     axes.set(
-        xscale="log", yscale="log", xlabel="batch size", ylabel="seq_len that fits",
+        xscale="log",
+        yscale="log",
+        xlabel="batch size",
+        ylabel="seq_len that fits",
         title=f"What fits in {(HBM_PER_CORE - RESERVED_PER_CORE) / GB:.0f} GB per NeuronCore, {estimates[0].dtype}",
-    )  # fmt: skip
+    )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     axes.grid(alpha=0.3)

@@ -32,9 +32,17 @@ def _grid(ticks: Sequence[tuple[float, str]], height: int) -> list[str]:
 
 
 def bars(
-    title: str, values: Sequence[float], *, top: float, labels: Sequence[str] = (), colours: Sequence[str] = (),
-    x_label: str = "", y_label: str = "", ticks: Sequence[tuple[float, str]] = (), height: int = 240,
-) -> str:  # fmt: skip
+    title: str,
+    values: Sequence[float],
+    *,
+    top: float,
+    labels: Sequence[str] = (),
+    colours: Sequence[str] = (),
+    x_label: str = "",
+    y_label: str = "",
+    ticks: Sequence[tuple[float, str]] = (),
+    height: int = 240,
+) -> str:
     """One bar per value, `top` being the full height; a label is shown when the pointer rests on its bar."""
     step = (WIDTH - LEFT - RIGHT) / max(len(values), 1)
     body = _grid(ticks or [(share, f"{share * top:g}") for share in (0, 0.25, 0.5, 0.75, 1)], height)
@@ -49,9 +57,15 @@ def bars(
 
 
 def lines(
-    title: str, series: dict[str, Sequence[tuple[float, float]]], *, x_label: str = "", y_label: str = "",
-    ticks: Sequence[tuple[float, str]] = (), x_ticks: Sequence[tuple[float, str]] = (), height: int = 300,
-) -> str:  # fmt: skip
+    title: str,
+    series: dict[str, Sequence[tuple[float, float]]],
+    *,
+    x_label: str = "",
+    y_label: str = "",
+    ticks: Sequence[tuple[float, str]] = (),
+    x_ticks: Sequence[tuple[float, str]] = (),
+    height: int = 300,
+) -> str:
     """Named lines of (x, y) points; the axes span the points and `ticks`, which are values with their labels."""
     points = [point for values in series.values() for point in values]
     xs, ys = [x for x, _ in points] + [x for x, _ in x_ticks], [y for _, y in points] + [y for y, _ in ticks]

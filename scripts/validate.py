@@ -1,7 +1,7 @@
 """Judges an artifact against transformers: python scripts/validate.py ARTIFACT
 
-Every prompt is called identical, near tie (the answers part where both models see a tie that the dtype explains, and the
-logits agree) or wrong. Exit code 0: nothing is wrong; 1: something is; 2: it could not be judged.
+Every prompt is called identical, near tie (the answers part where both models see a tie that the dtype explains, and
+the logits agree) or wrong. Exit code 0: nothing is wrong; 1: something is; 2: it could not be judged.
 """
 
 import argparse
@@ -30,14 +30,18 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--tp", type=int, help="refuse an artifact made for another tensor-parallel degree")
     parser.add_argument("--max-new-tokens", type=int, default=32, help="with EOS barred (default: %(default)s)")
     parser.add_argument(
-        "--tol-map", type=json.loads, metavar="JSON",
+        "--tol-map",
+        type=json.loads,
+        metavar="JSON",
         help='allowed logit errors by top-k as shares of the largest logit, {"5": 0.01, "50": 0.02, "1000": 0.03, "all": 0.05} '
         "(default: twice what transformers' own run in the artifact's dtype is off)",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--divergence-difference-tol", type=float, metavar="SHARE",
+        "--divergence-difference-tol",
+        type=float,
+        metavar="SHARE",
         help="how far apart the two logits of a tie may be, as such a share (default: follows from the same error)",
-    )  # fmt: skip
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="everything that was found")
     parser.add_argument("--html", type=Path, metavar="FILE", help="one page with plots, which needs nothing but itself")
     common.add_device(parser)
@@ -139,10 +143,14 @@ def page(report, about: dict, lines: list[str], tokenizer) -> str:
     """HTML with the three plots inside and no other file."""
     asked = report.of("prompt", "chat")
     match = svg.bars(
-        "Token match per prompt", [judged.match for judged in asked], top=1, colours=[COLOURS[j.verdict] for j in asked],
+        "Token match per prompt",
+        [judged.match for judged in asked],
+        top=1,
+        colours=[COLOURS[j.verdict] for j in asked],
         labels=[f"{judged.case.text}: {judged.match:.1%}, {judged.verdict}" for judged in asked],
-        ticks=[(share, f"{share:.0%}") for share in (0, 0.5, 1)], x_label="prompt (point at a bar for its text)",
-    )  # fmt: skip
+        ticks=[(share, f"{share:.0%}") for share in (0, 0.5, 1)],
+        x_label="prompt (point at a bar for its text)",
+    )
     longest = max(len(judged.expected) for judged in report.cases)
 
     def by_position(values: str) -> list[tuple[float, float]]:
@@ -161,19 +169,26 @@ def page(report, about: dict, lines: list[str], tokenizer) -> str:
     powers = [y for points in series.values() for _, y in points]
     ticks = [(power, f"1e{power}") for power in range(math.floor(min(powers)), math.ceil(max(powers)) + 1)]
     error = svg.lines(
-        "Largest logit error by position", series, ticks=ticks, x_ticks=[(0, "0"), (longest - 1, str(longest - 1))],
-        x_label="new token, under teacher forcing", y_label="share of the largest logit",
-    )  # fmt: skip
+        "Largest logit error by position",
+        series,
+        ticks=ticks,
+        x_ticks=[(0, "0"), (longest - 1, str(longest - 1))],
+        x_label="new token, under teacher forcing",
+        y_label="share of the largest logit",
+    )
     margins = [margin for judged in report.cases for margin in judged.margins if math.isfinite(margin)]
     width = (max(margins) or 1) / 40
     counts = [0] * 40
     for margin in margins:
         counts[min(int(margin / width), 39)] += 1
     histogram = svg.bars(
-        "Margins between the two best logits", counts, top=max(counts),
+        "Margins between the two best logits",
+        counts,
+        top=max(counts),
         labels=[f"{index * width:.2f} to {(index + 1) * width:.2f}: {count}" for index, count in enumerate(counts)],
-        x_label=f"margin, 0 to {max(margins):.2f}", y_label="tokens",
-    )  # fmt: skip
+        x_label=f"margin, 0 to {max(margins):.2f}",
+        y_label="tokens",
+    )
     rows = "".join(
         f"<tr><td style='color:{COLOURS[judged.verdict]}'>{judged.verdict}</td><td>{judged.match:.1%}</td>"
         f"<td>{judged.agree:.1%}</td><td>{min(judged.margins):.3f}</td><td>{max(judged.errors['all']):.1e}</td>"

@@ -8,9 +8,10 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 TEST = Path(__file__).parent
-sys.path[:0] = [str(TEST), str(TEST / "conformance"), str(TEST.parent / "contrib")]
+ROOT = TEST.parent
+sys.path[:0] = [str(TEST), str(TEST / "conformance"), str(ROOT / "contrib"), str(ROOT / "tools")]
 
-from nxd_sources.release import Release  # noqa: E402
+from nxd_sources.release import Release
 
 
 def pytest_addoption(parser):

@@ -1,7 +1,7 @@
-"""Runs one function many times in forked children of a process that has imported everything: python forker.py CASES.json
+"""Compiles many times, in forked children of a process that has imported everything: python forker.py CASES.json
 
-The children are killed, denied or starved as each case says; what became of each is printed as JSON. A process of its own,
-because a fork after OpenMP has run may hang.
+The children are killed, denied or starved as each case says; what became of each is printed as JSON. A process of its
+own, because a fork after OpenMP has run may hang.
 """
 
 import json
@@ -18,14 +18,15 @@ from smollm3_neuron.machine.runtime import ensure_neuronx
 
 ensure_neuronx()
 
-import transformers  # noqa: E402
+import transformers
 
 from smollm3_neuron.artifact.build import Callbacks, build_config, compile_artifact
 from smollm3_neuron.artifact.settings import Settings
-from smollm3_neuron.errors import SmolLM3Error  # noqa: E402
+from smollm3_neuron.errors import SmolLM3Error
 from smollm3_neuron.machine.locate import tiny_folder
 
-transformers.SmolLM3ForCausalLM, transformers.AutoTokenizer  # lazily imported otherwise
+for name in ("SmolLM3ForCausalLM", "AutoTokenizer"):
+    getattr(transformers, name)  # each child would import it again
 
 
 def child(case: dict) -> None:

@@ -59,11 +59,14 @@ def load_peft(checkpoint, adapter, dtype=torch.float32):
 def tokens_of(model):
     return [
         model.generate(
-            input_ids=torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), do_sample=False,
-            max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS,
+            input_ids=torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            do_sample=False,
+            max_new_tokens=NEW_TOKENS,
+            min_new_tokens=NEW_TOKENS,
         )[0, len(prompt) :].tolist()
         for prompt in PROMPTS
-    ]  # fmt: skip
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -111,9 +114,14 @@ def test_another_adapter_is_another_artifact(random_checkpoints, tmp_path):
     def compiled(adapter, **options):
         steps = []
         artifact = compile_artifact(
-            Path(checkpoint), tmp_path / "artifact", SETTINGS, "cpu", merge_adapter=adapter,
-            callbacks=Callbacks(on_step=steps.append), **options,
-        )  # fmt: skip
+            Path(checkpoint),
+            tmp_path / "artifact",
+            SETTINGS,
+            "cpu",
+            merge_adapter=adapter,
+            callbacks=Callbacks(on_step=steps.append),
+            **options,
+        )
         return artifact, steps[-1].startswith("nothing to do")
 
     base, _ = compiled(None)

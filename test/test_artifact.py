@@ -187,11 +187,10 @@ def test_two_compiles_to_one_folder_do_not_meet(tmp_path):
 @pytest.mark.parametrize("at_once", [True, False])
 def test_a_replaced_artifact_is_there_at_any_time(at_once, tmp_path, monkeypatch):
     """In one call of the kernel, so that no kill can come between; in two where a file system has no such call."""
-    output, steps = tmp_path / "tiny", []
+    output, steps, rename = tmp_path / "tiny", [], Path.rename
     for content in ("old", "new"):
         with monkeypatch.context() as patch:
             if content == "new":
-                rename = Path.rename
                 patch.setattr(Path, "rename", lambda path, to: steps.append(to.name) or rename(path, to))
                 if not at_once:
                     patch.setattr(staging, "RENAME_EXCHANGE", 1 << 30)  # refused: invalid argument

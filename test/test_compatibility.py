@@ -12,7 +12,7 @@ from test_real_library import RANDOM_CELLS, SLOW_CELLS, TINY_CELLS
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "test/hlo"))
 
-from lowering import CELLS  # noqa: E402
+from lowering import CELLS
 
 PLACES = {"nxd_cpu": CPU, "source 0.8.0": "0.8.0", "source 0.9.0": "0.9.0", "HLO, 0.8.0": "HLO", "device": "device"}
 

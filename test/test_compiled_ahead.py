@@ -1,4 +1,4 @@
-"""CPU graphs compiled ahead of time: the tokens of the exported ones, whatever the compiler is, and only where it pays."""
+"""CPU graphs compiled ahead of time give the tokens of the exported ones; they are compiled only where it pays."""
 
 import json
 import os
@@ -168,8 +168,9 @@ def test_another_cpu_is_refused_and_compiled_for(ahead, worth_it, monkeypatch, t
     from nxd_cpu_compiler import build, run
 
     copy = shutil.copytree(ahead.path, tmp_path / "copy")
-    lost = sorted(run.cpu_features())[0]
-    monkeypatch.setattr(run, "cpu_features", lambda features=run.cpu_features(): features - {lost})
+    features = run.cpu_features()
+    lost = min(features)
+    monkeypatch.setattr(run, "cpu_features", lambda: features - {lost})
     with pytest.raises(SmolLM3Error, match=f"compiled for a CPU with {lost}, which this one lacks: compile again"):
         ahead.load()
     with pytest.raises(SmolLM3Error, match=f"compiled for a CPU with {lost}"):
@@ -275,11 +276,17 @@ common.run(lambda: compile_artifact(Path({str(tiny_folder())!r}), output, Settin
     assert done.returncode == 2 and f"{file}: cannot write torch's cache there" in done.stderr, done.stderr[-2000:]
 
 
-@pytest.mark.parametrize("compiler, said", [
-    (None, r"no C\+\+ compiler was found"),
-    ("case $* in *--version*) echo 'g++ 12' ;; *) echo 'x.h:1: fatal error: omp.h: No such file' >&2; exit 1 ;; esac",
-     r"the C\+\+ compiler .*/g\+\+ failed: .*fatal error: omp.h: No such file"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "compiler, said",
+    [
+        (None, r"no C\+\+ compiler was found"),
+        (
+            "case $* in *--version*) echo 'g++ 12' ;; "
+            "*) echo 'x.h:1: fatal error: omp.h: No such file' >&2; exit 1 ;; esac",
+            r"the C\+\+ compiler .*/g\+\+ failed: .*fatal error: omp.h: No such file",
+        ),
+    ],
+)
 def test_without_a_compiler_that_works_the_exported_graphs_run(compiler, said, worth_it, prompts, exported, tmp_path):
     """In a process of its own: torch looks for the compiler once."""
     if compiler:

@@ -14,9 +14,9 @@ from smollm3_neuron.machine.runtime import ensure_neuronx
 
 ensure_neuronx()
 
-from neuronx_distributed_inference.utils.hf_adapter import load_pretrained_config  # noqa: E402
+from neuronx_distributed_inference.utils.hf_adapter import load_pretrained_config
 
-from smollm3_neuron.modeling_smollm3_3b import (  # noqa: E402
+from smollm3_neuron.modeling_smollm3_3b import (
     NeuronSmolLM3ForCausalLM,
     SmolLM3InferenceConfig,
 )

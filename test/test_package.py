@@ -36,14 +36,17 @@ def test_the_wheel_holds_one_top_level_package(tmp_path):
     assert own <= {n.removeprefix("smollm3_neuron/") for n in names}
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")
-    code = "from smollm3_neuron.machine.runtime import ensure_neuronx as e; print(e()); import neuronx_distributed; print(neuronx_distributed.__file__)"
+    code = "from smollm3_neuron.machine.runtime import ensure_neuronx\nprint(ensure_neuronx())\n"
+    code += "import neuronx_distributed\nprint(neuronx_distributed.__file__)"
     done = run(code, tmp_path / "site")
     assert done.stdout.split() == ["cpu", str(tmp_path / "site/smollm3_neuron/nxd_cpu/neuronx_distributed/__init__.py")]
 
 
 def test_importing_it_imports_no_torch():
     done = run(
-        "import smollm3_neuron, smollm3_neuron.machine.runtime, smollm3_neuron.machine.locate, smollm3_neuron.model.config, smollm3_neuron.machine.preflight\n"
+        "import smollm3_neuron\n"
+        "from smollm3_neuron.machine import locate, preflight, runtime\n"
+        "from smollm3_neuron.model import config\n"
         "print([m for m in ('torch', 'transformers', 'huggingface_hub') if m in sys.modules])"
     )
     assert done.stdout == "[]\n", done.stderr

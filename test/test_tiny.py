@@ -1,10 +1,8 @@
 """The `tiny` checkpoint is what the other tests take it for: loadable, sharp, and bound to its NoPE schedule."""
 
-import importlib.util
 import itertools
 import json
 import re
-import sys
 from pathlib import Path
 
 import jinja2
@@ -19,12 +17,9 @@ TINY = ROOT / "contrib/models/SmolLM3-3B/test/tiny"
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("train_tiny", ROOT / "tools/train_tiny.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+    import train_tiny
+
+    return train_tiny
 
 
 @pytest.fixture(scope="module", autouse=True)

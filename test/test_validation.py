@@ -1,43 +1,19 @@
-"""validate.py and inspect_layers.py on copies of checkpoints: faults are called wrong and found, harmless changes are not.
+"""What validate.py and inspect_layers.py judge: faults are called wrong and found, harmless changes are not.
 
-The models run uncompiled (nxd_cpu_compiler/eager_ranks.py), over shard files of their own; test_commands.py runs the commands.
+The models run uncompiled (nxd_cpu_compiler/eager_ranks.py), over shard files of their own; test_commands.py runs the
+commands.
 """
 
 import json
 import shutil
-import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+from checkpoint_faults import BASES, FAULTS, PROMPTS, QUERIES, SEQ_LEN, SMALL, copy, replace, tokens
 from reference import make_checkpoint
 from safetensors.torch import load_file, save_file
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "scripts"))
-
-SMALL = dict(vocab_size=128, hidden_size=64, intermediate_size=96, num_attention_heads=8, num_key_value_heads=4)
-YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16}
-LLAMA3 = {
-    "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16
-}  # fmt: skip
-BASES = {
-    "plain": {},  # five layers, the fourth is NoPE
-    "untied": {"tie_word_embeddings": False},
-    "biases": {"attention_bias": True, "mlp_bias": True},
-    "yarn": {"rope_scaling": YARN},
-    "linear": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
-    "llama3": {"rope_scaling": LLAMA3},
-    "window": {"use_sliding_window": True, "sliding_window": 16},
-}
-SEQ_LEN = 48
-
-
-def tokens(length: int, start: int) -> list[int]:
-    return [(7 + 31 * (i + start) + i * i) % 127 + 1 for i in range(length)]
-
-
-PROMPTS = [tokens(5, 0), tokens(11, 1), tokens(33, 2)]
 
 
 @pytest.fixture(scope="session")
@@ -73,144 +49,6 @@ def load(folder: Path, out: Path, dtype: str = "float32", **settings):
     write_shards(folder, config, out)
     app = NeuronSmolLM3ForCausalLM(str(folder), config)
     return app, EagerRanks(app, out)
-
-
-def copy(folder: Path, out: Path, change_config=None, change_weights=None) -> Path:
-    config, weights = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
-    for change, what in ((change_config, config), (change_weights, weights)):
-        if change:
-            change(what)
-    out.mkdir()
-    (out / "config.json").write_text(json.dumps(config))
-    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, out / "model.safetensors")
-    return out
-
-
-# ---- faults: name -> (base, change of the config, change of the weights, the first value that differs) ----
-
-
-def config(**values):
-    return lambda config: config.update(values)
-
-
-def flip(layer):
-    return lambda config: config["no_rope_layers"].__setitem__(layer, 1 - config["no_rope_layers"][layer])
-
-
-def weight(layer, name):
-    return f"model.layers.{layer}.{name}.weight"
-
-
-ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
-LAYER = (*ATTENTION, "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "input_layernorm", "post_attention_layernorm")
-
-
-def swap(*pairs):
-    def change(weights):
-        for one, other in pairs:
-            weights[one], weights[other] = weights[other].clone(), weights[one].clone()
-
-    return change
-
-
-def replace(name, by):
-    return lambda weights: weights.__setitem__(name, by(weights[name]))
-
-
-def both(*changes):
-    return lambda weights: [change(weights) for change in changes]
-
-
-def roll_heads(tensor, heads=8):
-    return tensor.unflatten(0, (heads, -1)).roll(1, 0).flatten(0, 1)
-
-
-def interleaved(tensor, heads=8):
-    """The other layout of rotary pairs: neighbours in the place of halves."""
-    return tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
-
-
-def drop_biases(weights):
-    for name in [name for name in weights if "self_attn" in name and name.endswith("bias")]:
-        weights[name] = torch.zeros_like(weights[name])
-
-
-def one_element(tensor):
-    tensor = tensor.clone()
-    tensor[3, 5] += 0.5
-    return tensor
-
-
-def rows_swapped(tensor):
-    tensor = tensor.clone()
-    tensor[[PROMPTS[0][1], PROMPTS[0][2]]] = tensor[[PROMPTS[0][2], PROMPTS[0][1]]]
-    return tensor
-
-
-def own_head(weights):
-    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].roll(1, 0)
-
-
-QUERIES, KEYS = "attention_queries", "attention_keys"
-NORM = "attention_norm_output"
-FAULTS = {
-    "inverted schedule": ("plain", config(no_rope_layers=[0, 0, 0, 1, 0]), None, (0, QUERIES)),
-    **{f"flag of layer {i}": ("plain", flip(i), None, (i, QUERIES)) for i in range(5)},
-    "every layer RoPE": ("plain", config(no_rope_layers=[1] * 5), None, (3, QUERIES)),
-    "every layer NoPE": ("plain", config(no_rope_layers=[0] * 5), None, (0, QUERIES)),
-    "schedule shifted": ("plain", config(no_rope_layers=[1, 1, 0, 1, 1]), None, (2, QUERIES)),
-    "theta 1% off": ("plain", config(rope_theta=10100.0), None, (0, QUERIES)),
-    "theta of another model": ("plain", config(rope_theta=5e6), None, (0, QUERIES)),
-    "eps 1,000 times": ("plain", config(rms_norm_eps=1e-3), None, (0, NORM)),
-    "another activation": ("plain", config(hidden_act="gelu"), None, (0, "mlp_activation")),
-    "yarn dropped": ("yarn", config(rope_scaling=None), None, (0, QUERIES)),
-    "yarn, attention factor 1": ("yarn", config(rope_scaling={**YARN, "attention_factor": 1.0}), None, (0, QUERIES)),
-    "yarn, another factor": ("yarn", config(rope_scaling={**YARN, "factor": 4.0}), None, (0, QUERIES)),
-    "yarn, another length": (
-        "yarn", config(rope_scaling={**YARN, "original_max_position_embeddings": 256}), None, (0, QUERIES)
-    ),
-    "linear scaling dropped": ("linear", config(rope_scaling=None), None, (0, QUERIES)),
-    "llama3 scaling, another factor": ("llama3", config(rope_scaling={**LLAMA3, "factor": 8.0}), None, (0, QUERIES)),
-    "window one shorter": ("window", config(sliding_window=15), None, (3, "attention_head_outputs")),
-    "window one longer": ("window", config(sliding_window=17), None, (3, "attention_head_outputs")),
-    "window dropped": (
-        "window", config(use_sliding_window=False, layer_types=["full_attention"] * 5), None, (3, "attention_scores")
-    ),
-    "K and V swapped": ("plain", None, swap((weight(2, ATTENTION[1]), weight(2, ATTENTION[2]))), (2, KEYS)),
-    "query heads rolled": ("plain", None, replace(weight(1, ATTENTION[0]), roll_heads), (1, QUERIES)),
-    "key heads off by one": ("plain", None, replace(weight(1, ATTENTION[1]), lambda w: roll_heads(w, 4)), (1, KEYS)),
-    "query and key heads off by one": (
-        "plain", None,
-        both(replace(weight(4, ATTENTION[0]), roll_heads), replace(weight(4, ATTENTION[1]), lambda w: roll_heads(w, 4))),
-        (4, QUERIES),
-    ),
-    "value heads permuted": ("plain", None, replace(weight(3, ATTENTION[2]), lambda w: roll_heads(w, 4)), (3, "attention_values")),
-    "heads permuted before the output projection": (
-        "plain", None, replace(weight(0, ATTENTION[3]), lambda w: roll_heads(w.T).T), (0, "attention_output")
-    ),
-    "rotary pairs interleaved": ("plain", None, replace(weight(0, ATTENTION[0]), interleaved), (0, QUERIES)),
-    "query projection transposed": ("plain", None, replace(weight(2, ATTENTION[0]), torch.t), (2, QUERIES)),
-    "output projection transposed": ("plain", None, replace(weight(4, ATTENTION[3]), torch.t), (4, "attention_output")),
-    "gate and up swapped": ("plain", None, swap((weight(2, LAYER[4]), weight(2, LAYER[5]))), (2, "mlp_activation")),
-    "down projection 1% larger": ("plain", None, replace(weight(4, LAYER[6]), lambda w: w * 1.01), (4, "mlp_output")),
-    "one weight changed": ("plain", None, replace(weight(3, LAYER[5]), one_element), (3, "mlp_neurons")),
-    "norms of a layer swapped": ("plain", None, swap((weight(1, LAYER[7]), weight(1, LAYER[8]))), (1, NORM)),
-    "norms of two layers swapped": ("plain", None, swap((weight(2, LAYER[8]), weight(4, LAYER[8]))), (2, "mlp_norm_output")),
-    "final norm of ones": ("plain", None, replace("model.norm.weight", torch.ones_like), (None, "final_norm_output")),
-    "a layer twice": ("plain", None, lambda w: w.update({weight(2, n): w[weight(1, n)].clone() for n in LAYER}), (2, NORM)),
-    "two layers exchanged": ("plain", None, swap(*((weight(0, n), weight(3, n)) for n in LAYER)), (0, NORM)),
-    "embedding rows swapped": ("plain", None, replace("model.embed_tokens.weight", rows_swapped), (0, "layer_input")),
-    "embedding scaled": ("plain", None, replace("model.embed_tokens.weight", lambda w: w * 1.001), (0, "layer_input")),
-    "head not tied": ("plain", config(tie_word_embeddings=False), own_head, (None, "lm_head_output")),
-    "head tied that is not": (
-        "untied", config(tie_word_embeddings=True), lambda w: w.pop("lm_head.weight"), (None, "lm_head_output")
-    ),
-    "a row of the head zero": (
-        "untied", None, replace("lm_head.weight", lambda w: w * (torch.arange(128) != 9)[:, None]), (None, "lm_head_output")
-    ),
-    "attention biases dropped": ("biases", None, drop_biases, (0, QUERIES)),
-    "a bias of the MLP dropped": ("biases", None, replace("model.layers.2.mlp.down_proj.bias", torch.zeros_like), (2, "mlp_output")),
-}  # fmt: skip
 
 
 def check_wrong(app, ranks, base, bases, judge, first):
@@ -336,14 +174,19 @@ def test_a_float32_file_of_bfloat16_values_is_the_bfloat16_file(bases, tmp_path)
         assert report.verdict != WRONG, report.cases[0].reason
 
 
-@pytest.mark.parametrize("quantization_type, quantization_dtype", [
-    ("per_tensor_symmetric", "int8"), ("per_channel_symmetric", "int8"), ("per_channel_symmetric", "f8e4m3"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "quantization_type, quantization_dtype",
+    [
+        ("per_tensor_symmetric", "int8"),
+        ("per_channel_symmetric", "int8"),
+        ("per_channel_symmetric", "f8e4m3"),
+    ],
+)
 def test_8_bit_weights_are_judged_by_what_they_stand_for(quantization_type, quantization_dtype, bases, tmp_path):
-    """The shards of a quantized artifact, each value times its scale, run as whole weights: right beside transformers with the
-    same settings, wrong beside the checkpoint."""
-    from safetensors.torch import load_file, save_file
+    """The shards of a quantized artifact, each value times its scale, run as whole weights.
 
+    They are right beside transformers with the same settings, and wrong beside the checkpoint.
+    """
     from smollm3_neuron.artifact.build import build_config
     from smollm3_neuron.artifact.settings import Settings
     from smollm3_neuron.check.validation import IDENTICAL, WRONG, Case, Reference, validate
@@ -409,9 +252,11 @@ def test_what_parts_on_a_tie_is_a_near_tie_and_beyond_it_wrong(bases, tmp_path):
     first = Reference(bases["untied"], torch.float32).answer(PROMPTS[1], [0] * 6, ())[0]
     other = (first + 1) % 128
     folder = copy(
-        bases["untied"], tmp_path / "copy", None,
+        bases["untied"],
+        tmp_path / "copy",
+        None,
         replace("lm_head.weight", lambda w: w.index_copy(0, torch.tensor([other]), w[[first]] * (1 - 5e-7))),
-    )  # fmt: skip
+    )
     app, ranks = load(folder, tmp_path / "weights")
     reference, run = Reference(folder, torch.float32), ranks.run
 

@@ -44,7 +44,10 @@ def test_without_nxd_inference_nothing_happens():
 
 
 CPU = f"sys.path.append({str(ROOT / 'contrib/nxd_cpu')!r})\n"
-SHOW = f"from {TABLE} import MODEL_TYPES; print({{k: {{t: c.__name__ for t, c in v.items()}} for k, v in MODEL_TYPES.items()}})"
+SHOW = (
+    f"from {TABLE} import MODEL_TYPES; "
+    "print({k: {t: c.__name__ for t, c in v.items()} for k, v in MODEL_TYPES.items()})"
+)
 FOUND = "{'smollm3': {'causal-lm': 'NeuronSmolLM3ForCausalLM'}}\n"
 
 

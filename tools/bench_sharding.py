@@ -1,7 +1,7 @@
 """Memory and time of sharding a checkpoint with the shape of SmolLM3-3B: python tools/bench_sharding.py
 
-Makes the checkpoint itself (random, 6.15 GB, in a temporary folder that it removes), copies it, shards it, and, given the
-sources of NxD Inference, shards it with the library's own sharder too: same run, same disk.
+Makes the checkpoint itself (random, 6.15 GB, in a temporary folder that it removes), copies it, shards it, and, given
+the sources of NxD Inference, shards it with the library's own sharder too: same run, same disk.
 """
 
 import argparse

@@ -118,10 +118,15 @@ class Sources:
 
     def __init__(self, *folders: Path):
         self.files = dict(ChainMap(*map(modules_in, folders)))
+        self.scopes = {}
 
-    @cache
     def scope(self, module):
         """Name -> its definition, or (module, name) if imported from the library."""
+        if module not in self.scopes:
+            self.scopes[module] = self._scope(module)
+        return self.scopes[module]
+
+    def _scope(self, module):
         file = self.files[module]
         body = list(statements(parse(file).body))
         imported = library_imports(body, module, file.name == "__init__.py")
@@ -179,7 +184,7 @@ class Sources:
 
 def imported_by_package() -> set[tuple[str, str]]:
     """(module, name) of what the model's package imports from the library."""
-    files = PACKAGE.glob("*.py")
+    files = PACKAGE.rglob("*.py")
     return {(module, name) for file in files for _, module, name in library_imports(ast.walk(parse(file)))}
 
 

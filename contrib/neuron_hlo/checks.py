@@ -5,7 +5,10 @@ from typing import Any
 
 
 def faults(facts: dict[str, Any], schedule: list[int], neuron: dict[str, Any]) -> dict[str, str]:
-    """Name of a check -> what is wrong. `schedule` is the checkpoint's no_rope_layers, `neuron` NeuronConfig's keywords."""
+    """Name of a check -> what is wrong.
+
+    `schedule` is the checkpoint's no_rope_layers, `neuron` NeuronConfig's keywords.
+    """
     return dict(_faults(facts, schedule, neuron))
 
 

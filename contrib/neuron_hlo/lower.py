@@ -1,15 +1,18 @@
-"""Runs NxD Inference's own `compile` up to the call of neuronx-cc and keeps the HLO: `python -m neuron_hlo.lower JOBS.json`.
+"""Runs NxD Inference's own `compile` up to the call of neuronx-cc and keeps the HLO.
+
+`python -m neuron_hlo.lower JOBS.json`, where the file holds
 
     {"sources": [NXD_SRC, NXDI_SRC] or null, "paths": [...], "out": FOLDER,
      "processes": how many at once, "jobs": [JOB, ...]}
     JOB: {"name", "checkpoint": FOLDER, "neuron": NeuronConfig's keywords, "model": "module:Class" (has a default),
           "shards": ["library", "ours"] or []}
 
-Without `shards` the checkpoint folder needs no more than its config.json. Every job has a process of its own, forked after
-the imports. OUT/NAME/ holds for each graph SUBMODEL_BUCKET.hlo and .npz (example inputs, constants), and the shard files;
-OUT/NAME/facts.json what hlo.py found, or {"error": ...}.
+Without `shards` the checkpoint folder needs no more than its config.json. Every job has a process of its own, forked
+after the imports. OUT/NAME/ holds for each graph SUBMODEL_BUCKET.hlo and .npz (example inputs, constants), and the
+shard files; OUT/NAME/facts.json what hlo.py found, or {"error": ...}.
 """
 
+import contextlib
 import importlib
 import json
 import logging
@@ -66,10 +69,8 @@ def build(model_cls, checkpoint: str, neuron: dict[str, Any]):
 
 def lower(model, folder: Path) -> list[Lowered]:
     """`model.compile` up to the compiler; the graphs of both submodels, one per bucket."""
-    try:
+    with contextlib.suppress(stand_ins.ReachedCompiler):
         model.compile(str(folder), dry_run=sdk_is_here())
-    except stand_ins.ReachedCompiler:
-        pass
     return [
         Lowered(key, bucket, artifact.hlo_module, getattr(artifact, "record", None), inputs, container.compiler_args)
         for key, container in model._builder.model_collection.items()
@@ -128,7 +129,7 @@ def run(job: dict[str, Any], out: Path) -> dict[str, Any]:
 
 def run_to_file(job: dict[str, Any], out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
-    log = open(out / "log", "w")
+    log = open(out / "log", "w")  # noqa: SIM115 - it is this process's output to its end
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     try:

@@ -13,12 +13,14 @@ pip() { "$1/bin/python" -m pip install --quiet --no-input --disable-pip-version-
 $PYTHON -m venv --clear .venv-hlo
 # first what asks for no torch, whose CUDA libraries would come with it
 pip .venv-hlo transformers==4.57.6 safetensors typing_extensions sympy networkx jinja2 absl-py protobuf boto3 tenacity \
-    scipy psutil tqdm
+    scipy psutil tqdm "setuptools>=77"
 # torch_xla loads beside this torch alone, and PyPI has only its CUDA build: its big libraries are left out and stood in for
 pip .venv-hlo --no-deps torch==2.9.0 torch_xla==2.9.0 nvidia-cuda-runtime-cu12==12.8.90 nvidia-cuda-cupti-cu12==12.8.90 \
     nvidia-cufile-cu12==1.13.1.3 nvidia-nvtx-cu12==12.8.90 accelerate==1.15.0
 packages=$(.venv-hlo/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 .venv-hlo/bin/python "$here/cuda_stubs.py" "$packages"
+# the model's package, which is what is lowered
+pip .venv-hlo --no-deps --no-build-isolation -e .
 
 $PYTHON -m venv --clear .venv-hlo-run
 pip .venv-hlo-run jax==0.7.1 jaxlib==0.7.1

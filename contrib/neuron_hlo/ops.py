@@ -1,7 +1,7 @@
 """Stand-ins for `torch_neuronx.xla_impl.ops`: operations that are custom calls or HLO written by hand on a device.
 
     RmsNorm       x [..., hidden], weight [hidden]: AwsNeuronRmsNorm on a device, plain multiplications here
-    TopK, Argmax, Softmax      over one dimension: custom calls on a device, torch's own here (indices of Argmax are int32)
+    TopK, Argmax, Softmax      over one dimension: custom calls on a device, torch's own here (Argmax's indices: int32)
     ConcatenateOp              torch.cat
     xla_hlo_call  NxDI's hand-written HLO (dynamic_update_slice into a cache), built with torch_xla's XlaBuilder
     nki_jit       a kernel: raises where one is called

@@ -1,8 +1,8 @@
 """The protobuf messages of the compile path, built at import: no protoc, no generated file.
 
-HLO's are those of XLA's public hlo.proto and xla_data.proto, as far as NxD or this folder reads or writes them; every other
-field survives a round trip as an unknown one. The Neuron runtime's metaneff.proto is closed: `MetaNeff` is a message of our
-own under the names that NxD uses, and its bytes mean nothing to a runtime.
+HLO's are those of XLA's public hlo.proto and xla_data.proto, as far as NxD or this folder reads or writes them; every
+other field survives a round trip as an unknown one. The Neuron runtime's metaneff.proto is closed: `MetaNeff` is a
+message of our own under the names that NxD uses, and its bytes mean nothing to a runtime.
 """
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
@@ -34,14 +34,19 @@ MESSAGES = {
     ),
     "HloInstructionProto": (
         "name string 1, opcode string 2, shape ShapeProto 3, metadata OpMetadata 7, parameter_number int64 9, "
-        "dimensions *int64 14, custom_call_target string 28, dot_dimension_numbers DotDimensionNumbers 30, id int64 35, "
-        "operand_ids *int64 36, called_computation_ids *int64 38, backend_config bytes 43, replica_groups *ReplicaGroup 49, "
+        "dimensions *int64 14, custom_call_target string 28, dot_dimension_numbers DotDimensionNumbers 30, "
+        "id int64 35, "
+        "operand_ids *int64 36, called_computation_ids *int64 38, backend_config bytes 43, "
+        "replica_groups *ReplicaGroup 49, "
         "frontend_attributes FrontendAttributes 68, collective_device_list CollectiveDeviceListProto 87"
     ),
     "HloComputationProto": (
-        "name string 1, instructions *HloInstructionProto 2, program_shape ProgramShapeProto 4, id int64 5, root_id int64 6"
+        "name string 1, instructions *HloInstructionProto 2, program_shape ProgramShapeProto 4, id int64 5, "
+        "root_id int64 6"
     ),
-    "AliasEntryProto": "output_shape_index *int64 1, parameter_number int64 2, parameter_shape_index *int64 3, kind Kind 4",
+    "AliasEntryProto": (
+        "output_shape_index *int64 1, parameter_number int64 2, parameter_shape_index *int64 3, kind Kind 4"
+    ),
     "HloInputOutputAliasProto": "entries *AliasEntryProto 1",
     "HloModuleProto": (
         "name string 1, entry_computation_name string 2, computations *HloComputationProto 3, "

@@ -128,7 +128,8 @@ def text(report: dict[str, Any]) -> str:
     lines = [
         NOTHING_COMPILED,
         f"tp_degree {settings['tp_degree']}, batch_size {settings['batch_size']}, seq_len {settings['seq_len']}, "
-        f"{settings['torch_dtype']}; lowered in {report['seconds']:.1f} s, peak memory {report['peak_memory'] / 1e9:.1f} GB",
+        f"{settings['torch_dtype']}; lowered in {report['seconds']:.1f} s, "
+        f"peak memory {report['peak_memory'] / 1e9:.1f} GB",
     ]
     for name, found in report["graphs"].items():
         kinds = ", ".join(f"{count} {opcode}" for opcode, count in list(found["opcodes"].items())[:12])

@@ -3,9 +3,10 @@
 Needs jax and jaxlib, nothing else of this repository: it reads what lower.py wrote.
 
     {"processes": how many at once, "runs": [RUN, ...]}
-    RUN: {"folder": OUT/NAME of lower.py, "shards": FOLDER of the rank files, "prompts": [[token, ...], ...] one per row of
-          the batch, "new_tokens", "result": JSON file to write, and optionally "forced": per prompt the tokens to feed
-          instead of the model's own, "logits": .npy file to write, float32 [prompts, steps, vocabulary]}
+    RUN: {"folder": OUT/NAME of lower.py, "shards": FOLDER of the rank files,
+          "prompts": [[token, ...], ...] one per row of the batch, "new_tokens", "result": JSON file to write,
+          and optionally "forced": per prompt the tokens to feed instead of the model's own,
+          "logits": .npy file to write, float32 [prompts, steps, vocabulary]}
 
 The result: {"tokens": per prompt, "seconds"} or {"error"}. Ranks whose first outputs differ are an error.
 """

@@ -7,8 +7,9 @@
                                    before for the weights' layout of token generation, answers "no other layout"
     all else                       inert, see inert.py
 
-Parameters of a graph: the inputs, the state (KV caches, one per aliased output), the weights by their names in the model,
-and what else the trace met. Their order is torch_xla's: on a device it is another. Shapes and dtypes are the graph's own.
+Parameters of a graph: the inputs, the state (KV caches, one per aliased output), the weights by their names in the
+model, and what else the trace met. Their order is torch_xla's: on a device it is another. Shapes and dtypes are the
+graph's own.
 
 It does not show that neuronx-cc takes the graphs, what it makes of them, or anything of the runtime.
 """

@@ -45,8 +45,8 @@ def to_cpu(model):
     """The library's CPU mode, in which one module serves all buckets: each step is told its own, as tracing tells each
     graph its own.
 
-    With LoRA the adapters' weights stand behind the KV caches in the outputs: on a device they go into aliased buffers, CPU
-    mode writes those in place and would take them for more caches.
+    With LoRA the adapters' weights stand behind the KV caches in the outputs: on a device they go into aliased buffers,
+    CPU mode writes those in place and would take them for more caches.
     """
     model.to_cpu()
     if model.neuron_config.lora_config is not None:
@@ -71,7 +71,7 @@ def tell_bucket(module, longest, input_ids, attention_mask):
 
 
 def run_rank(model_cls, job, rank, size, store, out, result):
-    log = open(out / f"{job['name']}.rank{rank}.log", "w")
+    log = open(out / f"{job['name']}.rank{rank}.log", "w")  # noqa: SIM115 - it is this process's output to its end
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     try:

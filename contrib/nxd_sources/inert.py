@@ -1,7 +1,7 @@
 """Importable stand-ins for what is imported but never called on the compile path.
 
-Their attributes are inert classes, good for subclassing, annotations and decorating; calling one raises, so that a path that
-needs the closed part fails loudly.
+Their attributes are inert classes, good for subclassing, annotations and decorating; calling one raises, so that a path
+that needs the closed part fails loudly.
 """
 
 import importlib.machinery

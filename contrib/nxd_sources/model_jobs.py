@@ -1,12 +1,12 @@
 """What is done with the model, whichever library stands behind its imports.
 
-A job is a dict: "name", "kind" (`generate`, `serve`, `share`, `cost` or `shard`), "checkpoint", "neuron" (NeuronConfig's
-keywords), and for generate: "prompts" (token ids; they go in batches of the config's batch_size, right padded),
-"new_tokens", and optionally "sampling_params" (top_k, top_p, temperature per row), "adapter_ids" (per row), "barred"
-(tokens never chosen), "forced" (per prompt the tokens to feed instead of the model's own choice), "logits" (keep them:
-OUT/NAME.npz holds one [steps, vocabulary] array per prompt); for serve: "prompts", and of each request its "lines" of the
-cache, the step it "comes" at and how many tokens it "stays"; for share, which is prefix caching: "prompts" and
-"new_tokens"; for shard: "keep" (the files).
+A job is a dict: "name", "kind" (`generate`, `serve`, `share`, `cost` or `shard`), "checkpoint", "neuron"
+(NeuronConfig's keywords), and for generate: "prompts" (token ids; they go in batches of the config's batch_size, right
+padded), "new_tokens", and optionally "sampling_params" (top_k, top_p, temperature per row), "adapter_ids" (per row),
+"barred" (tokens never chosen), "forced" (per prompt the tokens to feed instead of the model's own choice), "logits"
+(keep them: OUT/NAME.npz holds one [steps, vocabulary] array per prompt); for serve: "prompts", and of each request its
+"lines" of the cache, the step it "comes" at and how many tokens it "stays"; for share, which is prefix caching:
+"prompts" and "new_tokens"; for shard: "keep" (the files).
 """
 
 import hashlib
@@ -120,7 +120,10 @@ PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 
 
 class OperatorCount(TorchDispatchMode):
-    """Operators called while it is entered: all, those that compute (no views), matrix products; by whose line calls them."""
+    """Counts the operators called while it is entered: all, those that compute (no views), and matrix products.
+
+    `by_origin` counts those that compute by whose line calls them.
+    """
 
     def __init__(self):
         super().__init__()
@@ -203,8 +206,11 @@ class Blocks:
 
 
 def share(model_cls, job, rank, out, make_ready):
-    """Greedy tokens of requests that share their beginnings: called as vllm-neuron calls the model. They are encoded one by
-    one, and decoded together on slots in falling order; "cached" are the tokens that each found."""
+    """Greedy tokens of requests that share their beginnings: the model is called as vllm-neuron calls it.
+
+    The prompts are encoded one by one, and decoded together on slots in falling order; "cached" says for each how many
+    of its tokens were in the cache already.
+    """
     model = build(model_cls, job)
     make_ready(model)
     blocks, tokens, tables, found = Blocks(job["neuron"]), [], [], []

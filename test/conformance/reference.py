@@ -109,7 +109,7 @@ def make_adapter(checkpoint, folder: Path, **config) -> Path:
     model = get_peft_model(base, LoraConfig(**{"r": 4, "lora_alpha": 12, "task_type": "CAUSAL_LM", **config}))
     torch.manual_seed(1)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""LoRA adapters served unmerged by the real library: two at once, each row its own, against PEFT's merge on transformers."""
+"""The real library serves two LoRA adapters unmerged, each row its own: against PEFT's merge on transformers."""
 
 from types import SimpleNamespace
 
@@ -45,15 +45,21 @@ def test_each_row_has_its_own_adapter(adapters, nxd_releases, random_checkpoints
     paths = {str(i): str(adapter) for i, adapter in enumerate(adapters)}
     jobs = [
         {
-            "name": f"tp{tp}-{''.join(map(str, rows))}", "kind": "generate", "checkpoint": checkpoint, "prompts": PROMPTS,
-            "new_tokens": NEW_TOKENS, "adapter_ids": rows,
+            "name": f"tp{tp}-{''.join(map(str, rows))}",
+            "kind": "generate",
+            "checkpoint": checkpoint,
+            "prompts": PROMPTS,
+            "new_tokens": NEW_TOKENS,
+            "adapter_ids": rows,
             "neuron": {
-                "tp_degree": tp, "batch_size": 2, "seq_len": 64,
+                "tp_degree": tp,
+                "batch_size": 2,
+                "seq_len": 64,
                 "lora_config": {"max_loras": 2, "max_lora_rank": 4, "batch_size": 2, "lora_ckpt_paths": paths},
             },
         }
         for tp, rows in PLACES
-    ]  # fmt: skip
+    ]
     for release in nxd_releases:
         results = run_real(release, jobs, tmp_path / release.version)
         for job in jobs:
@@ -67,9 +73,12 @@ def merged_tokens(checkpoint, adapter, prompt):
     base = SmolLM3ForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     model = PeftModel.from_pretrained(base, adapter).merge_and_unload().eval()
     output = model.generate(
-        torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), do_sample=False,
-        max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS,
-    )  # fmt: skip
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        do_sample=False,
+        max_new_tokens=NEW_TOKENS,
+        min_new_tokens=NEW_TOKENS,
+    )
     return output[0, len(prompt) :].tolist()
 
 

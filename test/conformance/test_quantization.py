@@ -32,11 +32,18 @@ def job(checkpoints, checkpoint, tp, fused, quantization_type, quantization_dtyp
         "checkpoint": checkpoints[checkpoint],
         "keep": True,
         "neuron": {
-            "tp_degree": tp, "batch_size": 1, "seq_len": 64, "fused_qkv": fused, "torch_dtype": "bfloat16",
-            "quantized": True, "quantized_checkpoints_path": "set where it is needed", "quantization_type": quantization_type,
-            "quantization_dtype": quantization_dtype, "modules_to_not_convert": left_out,
+            "tp_degree": tp,
+            "batch_size": 1,
+            "seq_len": 64,
+            "fused_qkv": fused,
+            "torch_dtype": "bfloat16",
+            "quantized": True,
+            "quantized_checkpoints_path": "set where it is needed",
+            "quantization_type": quantization_type,
+            "quantization_dtype": quantization_dtype,
+            "modules_to_not_convert": left_out,
         },
-    }  # fmt: skip
+    }
 
 
 def written(job, folder):

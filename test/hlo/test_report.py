@@ -1,4 +1,4 @@
-"""compile.py --device hlo, where it needs neither sources nor venv: what is missing is one line that says how to get it."""
+"""compile.py --device hlo without sources or venv: one line says what is missing and how to get it."""
 
 import os
 import subprocess

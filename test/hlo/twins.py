@@ -1,4 +1,7 @@
-"""Broken twins of the model, one fault each. Every job of lower.py has its own process: a twin patches what it breaks."""
+"""Broken twins of the model, one fault each.
+
+Every job of lower.py has a process of its own, so that a twin can patch what it breaks.
+"""
 
 import copy
 

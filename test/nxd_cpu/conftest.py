@@ -6,10 +6,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNTIME = ROOT / "contrib" / "nxd_cpu"
-MODEL = ROOT / "contrib" / "models" / "SmolLM3-3B"
 
 sys.path.append(str(RUNTIME))
-sys.path.append(str(MODEL))
 
 
 @pytest.fixture(scope="session")
@@ -55,7 +53,8 @@ def build(checkpoint):
     """build(**options) -> the application, not compiled."""
     from neuronx_distributed_inference.models.config import NeuronConfig
     from neuronx_distributed_inference.utils.hf_adapter import load_pretrained_config
-    from src.modeling_smollm3_3b import NeuronSmolLM3ForCausalLM, SmolLM3InferenceConfig
+
+    from smollm3_neuron.modeling_smollm3_3b import NeuronSmolLM3ForCausalLM, SmolLM3InferenceConfig
 
     defaults = dict(
         batch_size=3,

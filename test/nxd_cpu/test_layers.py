@@ -1,5 +1,7 @@
 """Layers at several TP degrees, each with the weights that the sharder cuts for it, against the whole weights."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -39,7 +41,7 @@ def on_all_ranks(tp, make, checkpoint, call):
 @pytest.mark.parametrize("gather", [True, False])
 def test_column_parallel(tp, gather):
     weight, bias, x = torch.randn(10, 6), torch.randn(10), torch.randn(2, 3, 6)
-    make = lambda: ColumnParallelLinear(6, 10, bias=not gather, gather_output=gather, pad=True)
+    make = partial(ColumnParallelLinear, 6, 10, bias=not gather, gather_output=gather, pad=True)
     checkpoint = dict(weight=weight) if gather else dict(weight=weight, bias=bias)
     outputs = on_all_ranks(tp, make, checkpoint, lambda layer: layer(x))
     output = outputs[0] if gather else torch.cat(outputs, -1)[..., :10]
@@ -50,9 +52,12 @@ def test_column_parallel(tp, gather):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_row_parallel(tp, dtype):
     weight, bias, x = torch.randn(5, 10).to(dtype), torch.randn(5).to(dtype), torch.randn(2, 3, 10).to(dtype)
-    make = lambda: RowParallelLinear(10, 5, pad=True, dtype=dtype, input_is_parallel=True)
+    make = partial(RowParallelLinear, 10, 5, pad=True, dtype=dtype, input_is_parallel=True)
     parts = F.pad(x, (0, -10 % tp)).chunk(tp, -1)
-    call = lambda layer: layer(parts[layer.tensor_parallel_group.rank()])
+
+    def call(layer):
+        return layer(parts[layer.tensor_parallel_group.rank()])
+
     for output in on_all_ranks(tp, make, dict(weight=weight, bias=bias), call):
         tolerance = {} if dtype == torch.float32 else dict(atol=0.05, rtol=0.02)  # every rank's part is rounded
         torch.testing.assert_close(output, F.linear(x, weight, bias), **tolerance)
@@ -62,8 +67,8 @@ def test_row_parallel(tp, dtype):
 @pytest.mark.parametrize("across_embedding", [True, False])
 def test_embedding(tp, across_embedding):
     weight, ids = torch.randn(11, 10), torch.tensor([[0, 10, 3], [7, 7, 1]])
-    make = lambda: ParallelEmbedding(
-        11, 10, shard_across_embedding=across_embedding, use_spmd_rank=not across_embedding, pad=True
+    make = partial(
+        ParallelEmbedding, 11, 10, shard_across_embedding=across_embedding, use_spmd_rank=not across_embedding, pad=True
     )
     checkpoint = dict(weight=weight)
     if not across_embedding:
@@ -73,7 +78,7 @@ def test_embedding(tp, across_embedding):
 
 
 def test_padding_wants_the_length_that_the_layer_has():
-    make = lambda: ParallelEmbedding(11, 10, shard_across_embedding=True, pad=True)
+    make = partial(ParallelEmbedding, 11, 10, shard_across_embedding=True, pad=True)
     with pytest.raises(RuntimeError, match="layer.weight has 9 in dimension 1, not 10"):
         on_all_ranks(3, make, dict(weight=torch.randn(11, 9)), lambda layer: None)
 
@@ -154,6 +159,6 @@ def test_kv_heads_that_nxdi_cannot_spread():
 
 @pytest.mark.parametrize("option", [dict(sequence_parallel_enabled=True), dict(stride=2)])
 def test_options_left_out(option):
-    with parallel_state._model_parallel(1):
-        with pytest.raises(NotImplementedError, match=f"does not support {next(iter(option))}"):
-            ColumnParallelLinear(4, 4, **option)
+    refused = pytest.raises(NotImplementedError, match=f"does not support {next(iter(option))}")
+    with parallel_state._model_parallel(1), refused:
+        ColumnParallelLinear(4, 4, **option)

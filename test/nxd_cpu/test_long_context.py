@@ -9,8 +9,9 @@ import pytest
 import torch
 from neuronx_distributed_inference.models.config import NeuronConfig
 from neuronx_distributed_inference.utils.hf_adapter import load_pretrained_config
-from src.modeling_smollm3_3b import NeuronSmolLM3ForCausalLM, SmolLM3InferenceConfig
 from transformers import SmolLM3Config, SmolLM3ForCausalLM
+
+from smollm3_neuron.modeling_smollm3_3b import NeuronSmolLM3ForCausalLM, SmolLM3InferenceConfig
 
 NEW_TOKENS = 4
 
@@ -19,10 +20,18 @@ NEW_TOKENS = 4
 def long_checkpoint(tmp_path_factory):
     torch.manual_seed(0)
     config = SmolLM3Config(
-        vocab_size=256, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, no_rope_layer_interval=2, max_position_embeddings=65536, pad_token_id=0, bos_token_id=1,
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        no_rope_layer_interval=2,
+        max_position_embeddings=65536,
+        pad_token_id=0,
+        bos_token_id=1,
         eos_token_id=2,
-    )  # fmt: skip
+    )
     model = SmolLM3ForCausalLM(config)
     for parameter in model.parameters():
         if parameter.dim() > 1:

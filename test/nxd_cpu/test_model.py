@@ -141,8 +141,10 @@ def test_no_graph_copies_a_cache(compiled):
     aten = torch.ops.aten
     views = {aten.view.default, aten.slice.Tensor, aten.reshape.default, aten.alias.default}
     readers = {
-        aten.index_copy_.default, aten.index_select.default, aten.scaled_dot_product_attention.default,
-    }  # fmt: skip
+        aten.index_copy_.default,
+        aten.index_select.default,
+        aten.scaled_dot_product_attention.default,
+    }
     _, folder = compiled(tp_degree=2, fused_qkv=True)
     for graph in load_graphs(str(folder / "model.pt")):
         nodes = graph.program.graph.nodes

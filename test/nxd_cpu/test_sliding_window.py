@@ -4,16 +4,24 @@ import pytest
 import torch
 from neuronx_distributed_inference.models.config import NeuronConfig
 from neuronx_distributed_inference.utils.hf_adapter import load_pretrained_config
-from src.modeling_smollm3_3b import NeuronSmolLM3ForCausalLM, SmolLM3InferenceConfig
 from transformers import SmolLM3Config
+
+from smollm3_neuron.modeling_smollm3_3b import NeuronSmolLM3ForCausalLM, SmolLM3InferenceConfig
 
 
 def build(window=16, **options):
     options = {"seq_len": 128, "tp_degree": 2, "torch_dtype": torch.float32, **options}
     config = SmolLM3Config(
-        vocab_size=32, hidden_size=64, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, use_sliding_window=True, sliding_window=window, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=32,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        use_sliding_window=True,
+        sliding_window=window,
+        pad_token_id=0,
+    )
     config = SmolLM3InferenceConfig(NeuronConfig(**options), load_config=load_pretrained_config(hf_config=config))
     return NeuronSmolLM3ForCausalLM("nowhere", config)
 

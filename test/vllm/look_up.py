@@ -1,4 +1,7 @@
-"""What real vllm-neuron makes of a server's flags: python look_up.py JOB.json: {"engine": EngineArgs' keywords, "out"}."""
+"""What real vllm-neuron makes of a server's flags: python look_up.py JOB.json
+
+JOB.json: {"engine": EngineArgs' keywords, "out": FILE}.
+"""
 
 import hashlib
 import json

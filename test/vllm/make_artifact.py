@@ -1,5 +1,8 @@
 """An artifact as scripts/compile.py makes it on a device, but for the graphs: python make_artifact.py JOB.json
-{"checkpoint", "settings": Settings' keywords, "output", "out"}: OUT gets the command that serves it, its words listed."""
+
+JOB.json: {"checkpoint", "settings": Settings' keywords, "output", "out"}. OUT gets the command that serves the
+artifact, as a list of its words.
+"""
 
 import json
 import shlex

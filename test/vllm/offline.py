@@ -1,5 +1,8 @@
-"""vLLM's offline engine: python offline.py JOB.json: {"engine": LLM's keywords, "prompts": token ids, "params":
-SamplingParams' keywords per prompt, "rounds", "out"}. Each round generates all prompts and adds [tokens, ...] to OUT."""
+"""vLLM's offline engine: python offline.py JOB.json
+
+JOB.json: {"engine": LLM's keywords, "prompts": token ids, "params": SamplingParams' keywords per prompt, "rounds",
+"out"}. Each round generates all prompts and adds [tokens, ...] to OUT.
+"""
 
 import json
 import sys

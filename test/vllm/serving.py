@@ -1,4 +1,4 @@
-"""Real vLLM with real vllm-neuron on the sources of NxD Inference: the environment, the offline engine and the server."""
+"""Real vLLM with real vllm-neuron on NxD Inference's sources: the environment, the offline engine and the server."""
 
 import contextlib
 import importlib.metadata
@@ -40,9 +40,13 @@ def environment(release: Release, vllm_neuron: str, scratch: Path, **more) -> di
     paths = [HERE / "no_device", CONTRIB, vllm_neuron, release.nxd, release.nxdi]
     return {
         **{name: value for name, value in os.environ.items() if not name.startswith(("NEURON_", "VLLM_"))},
-        "PYTHONPATH": ":".join(map(str, paths)), "VLLM_CACHE_ROOT": str(scratch / "cache"), "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1", **more,
-    }  # fmt: skip
+        "PYTHONPATH": ":".join(map(str, paths)),
+        "VLLM_CACHE_ROOT": str(scratch / "cache"),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        **more,
+    }
 
 
 def start(command: list, log: Path, env: dict[str, str]) -> subprocess.Popen:

@@ -1,4 +1,4 @@
-"""Real vLLM's offline engine with real vllm-neuron: transformers' tokens in float32, whatever the slots and the caches."""
+"""Real vLLM's offline engine with real vllm-neuron gives transformers' tokens in float32, in any slots and caches."""
 
 import random
 
@@ -9,9 +9,13 @@ from serving import environment, run
 
 pytestmark = pytest.mark.vllm
 ENGINE = dict(
-    max_num_seqs=4, max_model_len=256, dtype="float32", skip_tokenizer_init=True, enable_prefix_caching=False,
+    max_num_seqs=4,
+    max_model_len=256,
+    dtype="float32",
+    skip_tokenizer_init=True,
+    enable_prefix_caching=False,
     tensor_parallel_size=1,
-)  # fmt: skip
+)
 ON_HOST = {"on_device_sampling_config": None}
 BLOCK = 32
 
@@ -71,13 +75,23 @@ def test_more_requests_than_slots(release, vllm_neuron, tmp_path, checkpoint, tp
 def test_prefix_cache_hits(release, vllm_neuron, tmp_path, checkpoint):
     generator = random.Random(1)
     start = [generator.randrange(1, 256) for _ in range(2 * BLOCK + 5)]
-    prompts = [start[:length] + [generator.randrange(1, 256) for _ in range(more)] for length, more in
-               ((69, 20), (69, 3), (64, 1), (40, 30), (0, 50), (69, 90))]  # fmt: skip
+    prompts = [
+        start[:length] + [generator.randrange(1, 256) for _ in range(more)]
+        for length, more in ((69, 20), (69, 3), (64, 1), (40, 30), (0, 50), (69, 90))
+    ]
     lengths = [24, 30, 9, 24, 12, 24]
     rounds = generate(
-        release, vllm_neuron, tmp_path, checkpoint, prompts, lengths, ON_HOST, rounds=2, enable_prefix_caching=True,
+        release,
+        vllm_neuron,
+        tmp_path,
+        checkpoint,
+        prompts,
+        lengths,
+        ON_HOST,
+        rounds=2,
+        enable_prefix_caching=True,
         block_size=BLOCK,
-    )  # fmt: skip
+    )
     for answers in rounds:
         assert [answer["tokens"] for answer in answers] == expected(checkpoint, prompts, lengths)
     assert [answer["cached"] for answer in rounds[1]] == [(len(prompt) - 1) // BLOCK * BLOCK for prompt in prompts]

@@ -1,6 +1,7 @@
 """Answers through real vLLM's server code and parser classes, whole and streamed: vLLM 0.11 and 0.13, no engine.
 
-`qwen3` for the thoughts and this package's `smollm3` for the calls; vLLM's own `hermes` where each step brings one token.
+`qwen3` for the thoughts and this package's `smollm3` for the calls; vLLM's own `hermes` where each step brings one
+token.
 """
 
 import asyncio
@@ -17,9 +18,7 @@ from transformers import AutoTokenizer
 
 import smollm3_neuron
 
-pytestmark = [
-    pytest.mark.vllm, pytest.mark.skipif(vllm_version() is None, reason="needs vLLM: make vllm-venv")
-]  # fmt: skip
+pytestmark = [pytest.mark.vllm, pytest.mark.skipif(vllm_version() is None, reason="needs vLLM: make vllm-venv")]
 TOKENIZER = AutoTokenizer.from_pretrained(TINY)
 PLUGIN = Path(smollm3_neuron.__file__).with_name("vllm") / "tool_parser.py"
 TAG = re.compile("(</?think>|</?tool_call>)")
@@ -80,16 +79,28 @@ def serving(tool_parser: str, reasoning_parser: str):
 
     text_config = SimpleNamespace(model_type="smollm3")
     config = SimpleNamespace(
-        max_model_len=4096, get_diff_sampling_param=dict, hf_config=text_config, hf_text_config=text_config,
-        generation_config="auto", logits_processors=None, model="m",
-    )  # fmt: skip
+        max_model_len=4096,
+        get_diff_sampling_param=dict,
+        hf_config=text_config,
+        hf_text_config=text_config,
+        generation_config="auto",
+        logits_processors=None,
+        model="m",
+    )
     parts = SimpleNamespace(model_config=config, processor=None, input_processor=None, io_processor=None)
     more = {"model_config": config} if vllm_version().startswith("0.11") else {}
     return OpenAIServingChat(
-        engine_client=parts, models=parts, response_role="assistant", request_logger=None, chat_template=None,
-        chat_template_content_format="auto", reasoning_parser=reasoning_parser, enable_auto_tools=True,
-        tool_parser=tool_parser, **more,
-    )  # fmt: skip
+        engine_client=parts,
+        models=parts,
+        response_role="assistant",
+        request_logger=None,
+        chat_template=None,
+        chat_template_content_format="auto",
+        reasoning_parser=reasoning_parser,
+        enable_auto_tools=True,
+        tool_parser=tool_parser,
+        **more,
+    )
 
 
 def stream(server, pieces: list[str], prompt: str):
@@ -100,13 +111,21 @@ def stream(server, pieces: list[str], prompt: str):
         for index, piece in enumerate(pieces):
             last = index == len(pieces) - 1
             output = CompletionOutput(
-                index=0, text=piece, token_ids=TOKENIZER(piece, add_special_tokens=False)["input_ids"],
-                cumulative_logprob=None, logprobs=None, finish_reason="stop" if last else None,
-            )  # fmt: skip
+                index=0,
+                text=piece,
+                token_ids=TOKENIZER(piece, add_special_tokens=False)["input_ids"],
+                cumulative_logprob=None,
+                logprobs=None,
+                finish_reason="stop" if last else None,
+            )
             yield RequestOutput(
-                request_id="r", prompt=None, prompt_token_ids=TOKENIZER(prompt, add_special_tokens=False)["input_ids"],
-                prompt_logprobs=None, outputs=[output], finished=last,
-            )  # fmt: skip
+                request_id="r",
+                prompt=None,
+                prompt_token_ids=TOKENIZER(prompt, add_special_tokens=False)["input_ids"],
+                prompt_logprobs=None,
+                outputs=[output],
+                finished=last,
+            )
 
     async def read():
         more = [False] if vllm_version().startswith("0.11") else []
@@ -154,8 +173,8 @@ def test_streams_with_thoughts(parsers, case):
     pieces, server = bytewise(answer), serving("smollm3", "qwen3")
     tags = [at for at, piece in enumerate(pieces) if piece == "</think>"]
     assert normal(stream(server, pieces, prompt)) == normal(meant)
-    # A step may bring several tokens. What comes with the thought's end in the stream's last step is lost in vLLM itself,
-    # in 0.11 also an answer without a thought that comes in a single step.
+    # A step may bring several tokens. What comes with the thought's end in the stream's last step is lost in vLLM
+    # itself, in 0.11 also an answer without a thought that comes in a single step.
     cut = tags[0] + 1 if tags else 0
     for size in (2, 3, 7):
         rest = ["".join(pieces[at : at + size]) for at in range(cut, len(pieces), size)]

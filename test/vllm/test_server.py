@@ -1,4 +1,4 @@
-"""`vllm serve` as the documents say, from an artifact of --for-vllm, asked by the openai client: transformers' answers."""
+"""`vllm serve` as the documents say, from an artifact of --for-vllm, gives the openai client transformers' answers."""
 
 import asyncio
 import json
@@ -154,9 +154,10 @@ def test_64_requests_at_once(served):
     answers = asyncio.run(all_at_once())
     assert answers.count(None) == 8
     wrong = [
-        (prompt, answer, wanted) for prompt, answer, length in zip(prompts, answers, lengths)
+        (prompt, answer, wanted)
+        for prompt, answer, length in zip(prompts, answers, lengths)
         if answer is not None and answer != (wanted := text(expected(prompt, length)))
-    ]  # fmt: skip
+    ]
     assert wrong == []
 
 
@@ -179,12 +180,14 @@ def test_chat_in_both_modes(served, thinking, streamed):
 @pytest.mark.parametrize(
     "messages, more, variables",
     [
-        ([{"role": "user", "content": [{"type": "text", "text": "What is"}, {"type": "text", "text": "3+4?"}]}], {}, {}),
+        ([{"role": "user", "content": [{"type": "text", "text": "What is"}, {"type": "text", "text": "3+4?"}]}],
+         {}, {}),
         (QUESTION, {"tools": [{"type": "function", "function": WEATHER}]}, {"xml_tools": [WEATHER]}),
         ([*QUESTION, {"role": "assistant", "content": None, "tool_calls": [
             {"id": "1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Rome"}'}}]},
           {"role": "tool", "tool_call_id": "1", "content": "rain"}], {}, {}),
-        (QUESTION, {"extra_body": {"chat_template_kwargs": {"custom_instructions": "At a/think/b.", "xml_tools": "f()"}}},
+        (QUESTION,
+         {"extra_body": {"chat_template_kwargs": {"custom_instructions": "At a/think/b.", "xml_tools": "f()"}}},
          {"custom_instructions": "At a/think/b.", "xml_tools": ["f()"]}),
     ],
     ids=["parts", "tools", "only-calls", "variables"],

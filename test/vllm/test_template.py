@@ -12,9 +12,7 @@ from transformers import AutoTokenizer
 
 from smollm3_neuron.generate import chat
 
-pytestmark = [
-    pytest.mark.vllm, pytest.mark.skipif(vllm_version() is None, reason="needs vLLM: make vllm-venv")
-]  # fmt: skip
+pytestmark = [pytest.mark.vllm, pytest.mark.skipif(vllm_version() is None, reason="needs vLLM: make vllm-venv")]
 ORACLE = ROOT.parent / "shared/data/smollm3_chat_template.jinja"
 USER = {"role": "user", "content": "What is 3+4?"}
 TOOL = {"name": "get_weather", "description": "Of a city.", "parameters": {"type": "object", "properties": {}}}
@@ -62,9 +60,14 @@ def test_the_template_file_gets_every_variable(tokenizer, variables):
     expected = chat.render(tokenizer, [USER], **variables)
     tools, template = variables.pop("tools", None), chat.guarded_template(tokenizer.chat_template)
     prompt = apply_hf_chat_template(
-        tokenizer, [USER], template, tools, model_config=SimpleNamespace(trust_remote_code=False),
-        add_generation_prompt=True, **variables,
-    )  # fmt: skip
+        tokenizer,
+        [USER],
+        template,
+        tools,
+        model_config=SimpleNamespace(trust_remote_code=False),
+        add_generation_prompt=True,
+        **variables,
+    )
     assert prompt == expected
 
 

@@ -50,7 +50,7 @@ def compile_ahead(
     kinds: dict[str, Part] = {}  # by file
     plans = [plan(graph, kinds) for graph in graphs]
     on_part(0, len(kinds))
-    with tempfile.TemporaryDirectory(prefix="cpu_graphs-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="nxd_cpu_compiler-") as scratch:
         for file, part in kinds.items():
             try:
                 _compile(part, Path(scratch, file))
@@ -113,9 +113,10 @@ def _compile(part: Part, output: Path) -> None:
     with FakeTensorMode():
         inputs = tuple(torch.empty_strided(v.shape, v.stride(), dtype=v.dtype) for v in values)
     options = {
-        "aot_inductor.output_path": str(output), "aot_inductor.package": False,
+        "aot_inductor.output_path": str(output),
+        "aot_inductor.package": False,
         "cpp.dynamic_threads": True,  # as many as torch has when it runs
-    }  # fmt: skip
+    }
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch._inductor.aot_compile(part.graph_module, inputs, options=options)

@@ -1,4 +1,7 @@
-"""The CPU runtime's ranks with modules in the place of compiled graphs, for inspect_layers.py. Imported after `choose_place`."""
+"""The CPU runtime's ranks with modules in the place of compiled graphs: values inside the model can be looked at.
+
+It is imported after `ensure_neuronx` of the model's package has put the CPU runtime on the path.
+"""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,7 +14,7 @@ from torch import Tensor
 
 
 class EagerRanks:
-    """Takes the place of the CPU runtime's compiled graphs: every rank's model as modules, over the artifact's shards."""
+    """Every rank's model as modules over the artifact's shards, in the place of the CPU runtime's compiled graphs."""
 
     def __init__(self, app, weights: Path):
         self.threads = RankThreads(app.neuron_config.tp_degree)

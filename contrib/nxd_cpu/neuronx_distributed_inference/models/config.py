@@ -8,127 +8,9 @@ from typing import Any
 
 import torch
 
+from neuronx_distributed_inference.models._defaults import HONOURED, UNSUPPORTED
+
 CONFIG_FILE = "neuron_config.json"
-
-# What this runtime honours, or what only a device would notice.
-_DEFAULTS: dict[str, Any] = dict(
-    batch_size=1,
-    padding_side="right",
-    on_cpu=False,
-    cast_type="config",
-    vocab_parallel=False,
-    fused_qkv=False,
-    attn_cls="NeuronLlamaAttention",
-    is_continuous_batching=False,
-    enable_bucketing=False,
-    bucket_n_active_tokens=False,
-    context_encoding_buckets=None,
-    token_generation_buckets=None,
-    tp_degree=1,
-    start_rank_id=0,
-    save_sharded_checkpoint=False,
-    skip_sharding=False,
-    qk_layernorm=False,
-    skip_warmup=False,
-    attn_kernel_enabled=None,
-    cc_pipeline_tiling_factor=2,
-    seq_len_threshold_for_cc_tiling=16384,
-    target=None,
-    weight_gather_seq_len_threshold=32768,
-    disable_argmax_kernel=False,
-    disable_kv_cache_tiling=False,
-    enable_cte_modular_flow=False,
-    enable_spill_reload_dge=False,
-    enable_output_completion_notifications=False,
-    dma_order_config=None,
-    disable_numeric_cc_token=False,
-    switch_cc=False,
-    ep_dispatch_cc_option="AR_AG",
-    modules_to_not_convert=None,
-    draft_model_modules_to_not_convert=None,
-    lm_head_pad_alignment_size=1,
-    quantized_checkpoints_path=None,
-    quantization_type="per_tensor_symmetric",
-    quantization_dtype="int8",
-    quantization_block_size=None,
-    quantization_block_axis=None,
-    quantization_scale_dtype="f32",
-    quantize_clamp_bound=float("inf"),
-    attn_block_tkg_nki_kernel_use_online_softmax=True,
-    attn_block_tkg_nki_kernel_disable_gpsimd_sb2sb=False,
-    apply_seq_ids_mask=False,
-    on_device_sampling_config=None,
-)
-
-# What it leaves out: an application refuses those that are set to something else.
-_UNSUPPORTED_DEFAULTS: dict[str, Any] = dict(
-    allow_input_truncation=False,
-    output_logits=False,
-    layer_boundary_markers=False,
-    sequence_parallel_enabled=False,
-    kv_cache_padding_size=0,
-    async_mode=False,
-    prefix_buckets=None,
-    token_generation_batches=None,
-    quantized=False,
-    is_mxfp4_compute=False,
-    is_full_model_shuffled=False,
-    kv_cache_quant=False,
-    speculation_length=0,
-    enable_fused_speculation=False,
-    enable_eagle_speculation=False,
-    eagle_rolling_buffer_kernel_enabled=False,
-    is_eagle3=False,
-    is_eagle_draft=False,
-    enable_eagle_draft_input_norm=False,
-    token_tree_config=None,
-    is_medusa=False,
-    medusa_speculation_length=0,
-    num_medusa_heads=0,
-    medusa_tree=None,
-    is_prefix_caching=False,
-    is_block_kv_layout=False,
-    windowed_context_encoding_size=None,
-    chunked_prefill_config=None,
-    kv_quant_config=None,
-    tensor_replacement_config=None,
-    tensor_capture_config=None,
-    lora_config=None,
-    cp_degree=1,
-    mlp_cp_degree=1,
-    attention_dp_degree=1,
-    pp_degree=1,
-    ep_degree=1,
-    pre_rope_rmsnorm=False,
-    flash_decoding_enabled=False,
-    k_cache_transposed=False,
-    strided_context_parallel_kernel_enabled=False,
-    qkv_kernel_enabled=False,
-    qkv_nki_kernel_enabled=False,
-    qkv_cte_nki_kernel_fuse_rope=False,
-    qkv_kernel_nbsd_layout=False,
-    mlp_kernel_enabled=False,
-    mlp_tkg_nki_kernel_enabled=False,
-    fused_rmsnorm_skip_gamma=False,
-    mlp_kernel_fuse_residual_add=False,
-    qkv_kernel_fuse_residual_add=False,
-    quantized_mlp_kernel_enabled=False,
-    out_proj_kernel_enabled=False,
-    activation_quantization_type=None,
-    attn_tkg_nki_kernel_enabled=False,
-    attn_tkg_builtin_kernel_enabled=False,
-    attn_block_tkg_nki_kernel_enabled=False,
-    attn_block_cte_nki_kernel_enabled=False,
-    attn_block_tkg_nki_kernel_cache_update=False,
-    attn_block_tkg_nki_kernel_cascaded_attention=False,
-    rmsnorm_quantize_kernel_enabled=False,
-    moe_fused_nki_kernel_enabled=None,
-    router_topk_nki_kernel_enabled=None,
-    expert_mlp_nki_kernel_enabled=None,
-    shared_mlp_nki_kernel_enabled=None,
-    padded_hidden_size=None,
-    padded_intermediate_size=None,
-)
 
 
 def to_torch_dtype(dtype_str: str) -> torch.dtype:
@@ -174,7 +56,7 @@ class NeuronConfig:
     """How a model is compiled. A keyword that is no attribute is dropped with a warning, as NxDI does."""
 
     def __init__(self, **kwargs) -> None:
-        for defaults in (_DEFAULTS, _UNSUPPORTED_DEFAULTS):
+        for defaults in (HONOURED, UNSUPPORTED):
             for name, default in defaults.items():
                 setattr(self, name, kwargs.pop(name, default))
         self.seq_len = kwargs.pop("seq_len", 128)
@@ -234,7 +116,7 @@ def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
 def _refuse_unsupported(config: NeuronConfig) -> None:
     """NotImplementedError for the first option that is not at the default which this runtime needs."""
     needed = dict(padding_side="right", world_size=config.tp_degree, tkg_batch_size=config.kv_cache_batch_size)
-    for name, value in {**_UNSUPPORTED_DEFAULTS, **needed}.items():
+    for name, value in {**UNSUPPORTED, **needed}.items():
         if getattr(config, name) != value:
             given = getattr(config, name)
             raise NotImplementedError(f"the CPU runtime does not support {name}={given!r}, only {value!r}")

@@ -15,7 +15,14 @@ TOKEN_GENERATION_MODEL_TAG = "token_generation_model"
 class ModelWrapper(nn.Module):
     """One of the two submodels: fits its inputs to what was compiled, and the output back."""
 
-    def __init__(self, config, model_cls, tag="", compiler_args: str | None = None, model_init_kwargs={}) -> None:
+    def __init__(
+        self,
+        config,
+        model_cls,
+        tag="",
+        compiler_args: str | None = None,
+        model_init_kwargs={},  # noqa: B006 - the library's signature
+    ) -> None:
         super().__init__()
         if getattr(config, "pad_token_id", None) is None:
             config.pad_token_id = 0

@@ -1,7 +1,8 @@
-"""vllm-neuron without a device: what stands in for the device, and nothing else. Real are vLLM, vllm-neuron and NxD Inference.
+"""vllm-neuron without a device: vLLM, vllm-neuron and NxD Inference are real, the device alone is stood in for.
 
-`platform` is the entry point in `vllm.platform_plugins` in the place of vllm-neuron's own, which looks for /dev/neuron*. The
-library's `compile` writes the config alone, and its `load` starts a process per rank that runs the library's CPU mode.
+`platform` is the entry point in `vllm.platform_plugins` in the place of vllm-neuron's own, which looks for
+/dev/neuron*. The library's `compile` writes the config alone, and its `load` starts a process per rank that runs the
+library's CPU mode.
 """
 
 import importlib.abc

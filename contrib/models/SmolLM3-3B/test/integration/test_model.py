@@ -1,7 +1,7 @@
 """Compiles, loads and compares tokens and logits with transformers.
 
-By default: the small trained checkpoint beside this file, in float32, on the CPU runtime. With two environment variables
-the same test runs on the real checkpoint and a device:
+By default: the small trained checkpoint beside this file, in float32, on the CPU runtime. With two environment
+variables the same test runs on the real checkpoint and a device:
 
     SMOLLM3_MODEL=/path/to/SmolLM3-3B SMOLLM3_DEVICE=neuron pytest contrib/models/SmolLM3-3B/test/integration
 

@@ -1,4 +1,5 @@
-"""Rendered prompts: byte for byte those of the checkpoint's template, repaired or refused where it would lose something."""
+"""Rendered prompts are byte for byte those of the checkpoint's template, and where it would lose something repaired
+or refused."""
 
 import datetime
 import itertools
@@ -81,11 +82,14 @@ CALLED = '<tool_call>\n{"name": "f", "arguments": {"a": "ä"}}\n</tool_call>'
 REPAIRED = {
     "parts": ({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
               {"role": "user", "content": "a\nb"}),
-    "only calls": ({"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "assistant", "content": CALLED}),
+    "only calls": (
+        {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "assistant", "content": CALLED}
+    ),
     "only calls, no content": ({"role": "assistant", "tool_calls": [CALL]}, {"role": "assistant", "content": CALLED}),
     "text and calls": (
         {"role": "assistant", "content": "Let me see.", "tool_calls": [CALL, {"name": "g", "arguments": {"b": 1}}]},
-        {"role": "assistant", "content": f'Let me see.\n{CALLED}\n<tool_call>\n{{"name": "g", "arguments": {{"b": 1}}}}\n</tool_call>'},
+        {"role": "assistant", "content": f"Let me see.\n{CALLED}\n"
+         '<tool_call>\n{"name": "g", "arguments": {"b": 1}}\n</tool_call>'},
     ),
 }  # fmt: skip
 

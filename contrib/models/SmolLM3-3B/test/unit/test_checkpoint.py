@@ -12,9 +12,17 @@ from smollm3_neuron.weights import checkpoint
 
 def config(tp_degree=1, fused_qkv=False, vocab_parallel=False, **changes) -> SimpleNamespace:
     values = dict(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=8, vocab_size=50, attention_bias=False, mlp_bias=False, tie_word_embeddings=True,
-    )  # fmt: skip
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=50,
+        attention_bias=False,
+        mlp_bias=False,
+        tie_word_embeddings=True,
+    )
     neuron_config = SimpleNamespace(tp_degree=tp_degree, fused_qkv=fused_qkv, vocab_parallel=vocab_parallel)
     return SimpleNamespace(**{**values, **changes}, neuron_config=neuron_config)
 

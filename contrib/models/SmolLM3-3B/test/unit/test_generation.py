@@ -121,7 +121,6 @@ def test_inputs_are_right_padded():
 
 
 def test_logits_that_are_not_numbers_are_an_error():
-    model = Counter()
     model_call = Counter.__call__
 
     class Broken(Counter):

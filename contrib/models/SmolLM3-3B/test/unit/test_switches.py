@@ -47,11 +47,23 @@ def test_left_padding():
 def encoding(**settings):
     """check_encoding of a NeuronConfig's attributes; here everything is off."""
     off = dict(
-        tp_degree=2, batch_size=1, ctx_batch_size=1, seq_len=256, max_context_length=256, enable_bucketing=False,
-        context_encoding_buckets=None, sequence_parallel_enabled=False, windowed_context_encoding_size=None, async_mode=False,
-        on_device_sampling_config=None, is_prefix_caching=False, is_block_kv_layout=False, pa_block_size=32, pa_num_blocks=8,
+        tp_degree=2,
+        batch_size=1,
+        ctx_batch_size=1,
+        seq_len=256,
+        max_context_length=256,
+        enable_bucketing=False,
+        context_encoding_buckets=None,
+        sequence_parallel_enabled=False,
+        windowed_context_encoding_size=None,
+        async_mode=False,
+        on_device_sampling_config=None,
+        is_prefix_caching=False,
+        is_block_kv_layout=False,
+        pa_block_size=32,
+        pa_num_blocks=8,
         prefix_buckets=None,
-    )  # fmt: skip
+    )
     check_encoding(SimpleNamespace(**{**off, **settings}))
 
 

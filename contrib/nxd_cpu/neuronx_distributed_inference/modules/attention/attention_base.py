@@ -81,8 +81,9 @@ class NeuronAttentionBase(nn.Module):
             post_transpose_layernorm=post_transpose_layernorm,
         )
         self.config, self.neuron_config = config, config.neuron_config
-        group = tensor_model_parallel_group or parallel_state.get_tensor_model_parallel_group()
-        self.tensor_model_parallel_group = group
+        self.tensor_model_parallel_group = (
+            tensor_model_parallel_group or parallel_state.get_tensor_model_parallel_group()
+        )
         self.tp_degree = self.tensor_model_parallel_group.size()
         self.rank_util = SPMDRank(self.neuron_config.tp_degree)
         self.torch_dtype = self.neuron_config.attention_dtype or self.neuron_config.torch_dtype
@@ -90,14 +91,20 @@ class NeuronAttentionBase(nn.Module):
         self.head_dim = head_dim or hidden_size // num_attention_heads
         self.rotary_emb, self.sliding_window = rotary_emb, sliding_window
         self.q_layernorm, self.k_layernorm = q_layernorm, k_layernorm
+        self._make_projections(num_key_value_heads, qkv_bias, o_bias, clip_qkv, o_proj_layer_name)
+        self.num_heads = divide(self.qkv_proj.num_attention_heads, self.tp_degree)
+        self.num_key_value_heads = divide(self.qkv_proj.num_key_value_heads, self.tp_degree)
+        self.num_key_value_groups = self.num_heads // self.num_key_value_heads
+
+    def _make_projections(self, num_key_value_heads, qkv_bias, o_bias, clip_qkv, o_proj_layer_name) -> None:
         heads = dict(
-            hidden_size=hidden_size,
+            hidden_size=self.hidden_size,
             head_dim=self.head_dim,
-            num_attention_heads=num_attention_heads,
+            num_attention_heads=self.num_attention_heads,
             num_key_value_heads=num_key_value_heads,
             tp_degree=self.tp_degree,
             dtype=self.torch_dtype,
-            tensor_model_parallel_group=group,
+            tensor_model_parallel_group=self.tensor_model_parallel_group,
         )
         self.qkv_proj = GroupQueryAttention_QKV(
             bias=qkv_bias,
@@ -113,9 +120,6 @@ class NeuronAttentionBase(nn.Module):
             rpl_reduce_dtype=self.neuron_config.rpl_reduce_dtype,
             **heads,
         )
-        self.num_heads = divide(self.qkv_proj.num_attention_heads, self.tp_degree)
-        self.num_key_value_heads = divide(self.qkv_proj.num_key_value_heads, self.tp_degree)
-        self.num_key_value_groups = self.num_heads // self.num_key_value_heads
 
     def apply_rotary_embedding(self, Q, K, V, position_ids, cos_cache, sin_cache, use_polar_compatible_rope):
         """Rotate Q and K by cos and sin, which are made here if no layer before has made them."""
