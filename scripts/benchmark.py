@@ -19,7 +19,6 @@ import warnings
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from types import SimpleNamespace
 
 import common
 import svg
@@ -234,7 +233,7 @@ def ceilings(place: str, dtype: str, threads: int) -> tuple[float, float]:
 def measure(artifact, place: str, args: argparse.Namespace, best: tuple[float, float]) -> list[Row]:
     """One artifact and transformers beside it."""
     settings, checkpoint = artifact.settings, artifact.manifest["model"]["folder"]
-    values = read_config(checkpoint)
+    config = read_config(checkpoint)
     for length in args.prompt_lengths:
         if not 1 <= length <= settings.max_context_length or length + args.new_tokens > settings.seq_len:
             raise SmolLM3Error(
@@ -249,7 +248,7 @@ def measure(artifact, place: str, args: argparse.Namespace, best: tuple[float, f
     rows = []
     for length in args.prompt_lengths:
         prompts = [
-            [(7 + 31 * i + 17 * row) % (values["vocab_size"] - 1) + 1 for i in range(length)]
+            [(7 + 31 * i + 17 * row) % (config.vocab_size - 1) + 1 for i in range(length)]
             for row in range(settings.batch_size)
         ]
         found = {worker: [] for worker in workers}
@@ -260,7 +259,7 @@ def measure(artifact, place: str, args: argparse.Namespace, best: tuple[float, f
                     found[worker].append(measured)
         of_length = [row_of(artifact, worker, length, found[worker]) for worker in workers]
         sizes = settings.tp_degree, settings.seq_len, settings.batch_size, settings.torch_dtype, length
-        estimate = Estimate(SimpleNamespace(**values), *sizes)
+        estimate = Estimate(config, *sizes)
         share(of_length[0], estimate, best, place)
         for row in of_length[1:]:
             if row.engine == "transformers":

@@ -4,7 +4,6 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 try:
     from smollm3_neuron.errors import SmolLM3Error
@@ -26,8 +25,9 @@ def make_checkpoint(folder: Path, config: dict) -> None:
 
     from smollm3_neuron.model.config import resolve_config
     from smollm3_neuron.weights.checkpoint import expected_shapes
+    from smollm3_neuron.weights.files import INDEX_FILE
 
-    shapes = list(expected_shapes(SimpleNamespace(**resolve_config(config))).items())
+    shapes = list(expected_shapes(resolve_config(config)).items())
     weight_map = {}
     for number, part in enumerate((shapes[: len(shapes) // 2], shapes[len(shapes) // 2 :]), 1):
         file = f"model-0000{number}-of-00002.safetensors"
@@ -39,7 +39,7 @@ def make_checkpoint(folder: Path, config: dict) -> None:
         }
         save_file(tensors, folder / file, {"format": "pt"})
         weight_map |= dict.fromkeys(tensors, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     (folder / "config.json").write_text(json.dumps(config))
 
 

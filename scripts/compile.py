@@ -20,9 +20,9 @@ from smollm3_neuron.errors import SmolLM3Error
 from smollm3_neuron.machine.locate import DEFAULT_MODEL, SMOLLM3_3B, locate_model
 from smollm3_neuron.machine.preflight import check_device, choose_place
 from smollm3_neuron.model.config import read_config
-from smollm3_neuron.model.heads import ShardingPlan
+from smollm3_neuron.model.dtypes import QUANTIZATION_DTYPES
 from smollm3_neuron.vllm.serving import serve_command, settings_of_server
-from smollm3_neuron.weights.quantization import DTYPES, PARTS, TYPES
+from smollm3_neuron.weights.quantization import PARTS, QUANTIZATION_TYPES
 
 
 def parse_args() -> argparse.Namespace:
@@ -86,12 +86,14 @@ def parse_args() -> argparse.Namespace:
         "--quantized", action="store_true", help="8-bit weights, quantized while they are sharded; device only"
     )
     parser.add_argument(
-        "--quantization-type", default=Settings.quantization_type, help=f"{' or '.join(TYPES)} (default: %(default)s)"
+        "--quantization-type",
+        default=Settings.quantization_type,
+        help=f"{' or '.join(QUANTIZATION_TYPES)} (default: %(default)s)",
     )
     parser.add_argument(
         "--quantization-dtype",
         default=Settings.quantization_dtype,
-        help=f"{' or '.join(DTYPES)} (default: %(default)s)",
+        help=f"{' or '.join(QUANTIZATION_DTYPES)} (default: %(default)s)",
     )
     parser.add_argument(
         "--modules-to-not-convert", nargs="+", metavar="NAME", help=f"leave as they are: {', '.join(PARTS)}"
@@ -127,8 +129,7 @@ def json_object(text: str) -> dict | None:
 
 def kv_heads(folder: Path, tp_degree: int) -> str:
     """What the TP degree does to the KV heads, and what it costs."""
-    values = read_config(folder)
-    plan = ShardingPlan(tp_degree, values["num_attention_heads"], values["num_key_value_heads"])
+    plan = read_config(folder).plan(tp_degree)
     held = plan.key_value_heads_per_rank * tp_degree
     cost = (
         f": the KV cache takes {held / plan.num_key_value_heads:g} times the memory"

@@ -8,7 +8,6 @@ import argparse
 import json
 from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 
 import common
 
@@ -16,7 +15,6 @@ from smollm3_neuron.artifact.settings import Settings
 from smollm3_neuron.errors import SmolLM3Error
 from smollm3_neuron.machine.locate import SMOLLM3_3B
 from smollm3_neuron.machine.roofline import (
-    BYTES,
     GB,
     HBM_PER_CORE,
     INSTANCES,
@@ -25,6 +23,7 @@ from smollm3_neuron.machine.roofline import (
     check_tp_degree,
 )
 from smollm3_neuron.model.config import read_config, resolve_config
+from smollm3_neuron.model.dtypes import MODEL_DTYPES
 
 SHARDING_MEMORY = 1 * GB  # of the streaming sharder, at most; tools/bench_sharding.py measures it
 
@@ -128,16 +127,15 @@ def main() -> None:
     args = parse_args()
     if args.instance not in INSTANCES:
         raise SmolLM3Error(f"instance is {args.instance!r}, known are {', '.join(INSTANCES)}")
-    values = read_config(args.model) if args.model else resolve_config(SMOLLM3_3B)
+    config = read_config(args.model) if args.model else resolve_config(SMOLLM3_3B)
     instance = INSTANCES[args.instance]
     if args.tp is not None:
         check_tp_degree(args.instance, args.tp)
-    if args.dtype not in BYTES:
-        raise SmolLM3Error(f"dtype is {args.dtype!r}, allowed is one of {', '.join(BYTES)}")
+    if args.dtype not in MODEL_DTYPES:
+        raise SmolLM3Error(f"dtype is {args.dtype!r}, allowed is one of {', '.join(MODEL_DTYPES)}")
     estimates = []
     for tp_degree in (args.tp,) if args.tp is not None else instance.tp_degrees:
-        settings = Settings(tp_degree, args.batch_size, args.seq_len, None, args.dtype).checked(values)
-        config = SimpleNamespace(**values)
+        settings = Settings(tp_degree, args.batch_size, args.seq_len, None, args.dtype).checked(config)
         estimates.append(Estimate(config, tp_degree, settings.seq_len, settings.batch_size, settings.torch_dtype))
     rows = [row(estimate) for estimate in estimates]
     if args.plot:

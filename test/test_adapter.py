@@ -3,7 +3,6 @@
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -187,7 +186,7 @@ def an_adapter(random_checkpoints, tmp_path_factory):
 
 
 def read(adapter, checkpoint):
-    return Adapter(adapter, SimpleNamespace(**read_config(checkpoint)))
+    return Adapter(adapter, read_config(checkpoint))
 
 
 @pytest.mark.parametrize("case", REFUSED)

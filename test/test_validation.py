@@ -46,7 +46,7 @@ def load(folder: Path, out: Path, dtype: str = "float32", **settings):
     from smollm3_neuron.weights.shard_writer import write_shards
 
     config = build_config(folder, Settings(**{"tp_degree": 1, "seq_len": SEQ_LEN, "torch_dtype": dtype, **settings}))
-    write_shards(folder, config, out)
+    write_shards(folder, config.checkpoint_config, config.neuron_config, out)
     app = NeuronSmolLM3ForCausalLM(str(folder), config)
     return app, EagerRanks(app, out)
 
@@ -195,7 +195,8 @@ def test_8_bit_weights_are_judged_by_what_they_stand_for(quantization_type, quan
     app, ranks = load(bases["plain"], tmp_path / "whole")
     of_8_bits = {"quantized": True, "quantization_type": quantization_type, "quantization_dtype": quantization_dtype}
     settings = Settings(tp_degree=1, seq_len=SEQ_LEN, torch_dtype="float32", **of_8_bits)
-    write_shards(bases["plain"], build_config(bases["plain"], settings), tmp_path / "quantized")
+    config = build_config(bases["plain"], settings)
+    write_shards(bases["plain"], config.checkpoint_config, config.neuron_config, tmp_path / "quantized")
     (file,) = (tmp_path / "quantized").iterdir()
     shard = load_file(file)
     scales = {name.replace("scale", "weight"): shard.pop(name) for name in list(shard) if name.endswith(".scale")}

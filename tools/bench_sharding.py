@@ -87,7 +87,7 @@ def measure(sharder: str, folder: str, output: str) -> None:
             config.neuron_config.skip_sharding = False
             NeuronSmolLM3ForCausalLM(folder, config).get_builder(False).shard_checkpoint(serialize_path=output)
         else:
-            write_shards(folder, config, output)
+            write_shards(folder, config.checkpoint_config, config.neuron_config, output)
         seconds = time.perf_counter() - began
     print("\n" + json.dumps({"seconds": seconds, "own": memory.first, "anonymous": memory.peak - memory.first}))
 

@@ -121,7 +121,7 @@ def run(job: dict[str, Any], out: Path) -> dict[str, Any]:
     if "ours" in job.get("shards", ()):
         from smollm3_neuron.weights.shard_writer import write_shards
 
-        write_shards(job["checkpoint"], model.config, out / "ours")
+        write_shards(job["checkpoint"], model.config.checkpoint_config, model.config.neuron_config, out / "ours")
     found["schedule"] = getattr(model.config, "no_rope_layers", None)
     found["peak_memory"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return found

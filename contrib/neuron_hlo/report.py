@@ -13,13 +13,12 @@ import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from smollm3_neuron.artifact.settings import Settings
 from smollm3_neuron.errors import SmolLM3Error
 from smollm3_neuron.machine.roofline import Estimate
-from smollm3_neuron.model.config import read_config
+from smollm3_neuron.model.config import CheckpointConfig, read_config
 
 from .checks import faults
 
@@ -55,8 +54,8 @@ def interpreter(sources: str | None) -> tuple[str, list[str] | None]:
 def lower_checkpoint(folder: Path, output: Path, settings: Settings, sources: str | None) -> dict[str, Any]:
     """Lowers the model of the folder's config.json into `output`; returns the report. Raises SmolLM3Error."""
     python, folders = interpreter(sources)
-    values = read_config(folder)
-    settings = settings.checked(values)
+    config = read_config(folder)
+    settings = settings.checked(config)
     if output.exists() and not (output / REPORT).is_file():
         raise SmolLM3Error(f"{output}: something is there that --device hlo did not write; choose another --output")
     output.absolute().parent.mkdir(parents=True, exist_ok=True)
@@ -68,7 +67,7 @@ def lower_checkpoint(folder: Path, output: Path, settings: Settings, sources: st
             "schedule": facts["schedule"],
             "seconds": facts["seconds"],
             "peak_memory": facts["peak_memory"],
-            "graphs": _graphs(facts, values, settings),
+            "graphs": _graphs(facts, config, settings),
             "note": NOTHING_COMPILED,
         }
         for path in staging.iterdir():
@@ -103,9 +102,9 @@ def _lower(python: str, sources: list[str] | None, folder: Path, settings: Setti
     return facts
 
 
-def _graphs(facts: dict[str, Any], values: dict[str, Any], settings: Settings) -> dict[str, dict[str, Any]]:
+def _graphs(facts: dict[str, Any], config: CheckpointConfig, settings: Settings) -> dict[str, dict[str, Any]]:
     of = Estimate(
-        SimpleNamespace(**values),
+        config,
         settings.tp_degree,
         settings.seq_len,
         settings.batch_size,
@@ -119,7 +118,7 @@ def _graphs(facts: dict[str, Any], values: dict[str, Any], settings: Settings) -
     for found in facts["graphs"].values():
         found["planned_flops"], found["planned_bytes"] = planned[found["submodel"]]
         # the SDK's own tracer keeps no record of what it met
-        found["faults"] = faults(found, values["no_rope_layers"], asdict(settings)) if "executions" in found else {}
+        found["faults"] = faults(found, config.no_rope_layers, asdict(settings)) if "executions" in found else {}
     return facts["graphs"]
 
 

@@ -128,7 +128,7 @@ def model_cls():
 def streaming_sharder(model, folder):
     from smollm3_neuron.weights.shard_writer import write_shards
 
-    write_shards(model.model_path, model.config, folder)
+    write_shards(model.model_path, model.config.checkpoint_config, model.config.neuron_config, folder)
 
 
 over_sharders = pytest.mark.parametrize("sharder", [model_jobs.library_sharder, streaming_sharder])

@@ -300,7 +300,7 @@ def test_all_rope_is_a_llama(random_checkpoints):
     folder = random_checkpoints["all-rope"]
     config = read_config(folder)
     names = (*REQUIRED, "rope_theta", "head_dim", "attention_bias", "mlp_bias", "tie_word_embeddings")
-    llama = LlamaForCausalLM(LlamaConfig(**{name: config[name] for name in names})).eval()
+    llama = LlamaForCausalLM(LlamaConfig(**{name: getattr(config, name) for name in names})).eval()
     missing = llama.load_state_dict(load_file(f"{folder}/model.safetensors"), strict=False)
     assert (missing.missing_keys, missing.unexpected_keys) == (["lm_head.weight"], [])
     llama.tie_weights()

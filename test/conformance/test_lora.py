@@ -11,7 +11,6 @@ from transformers import SmolLM3ForCausalLM
 from nxd_sources.release import run_real
 from smollm3_neuron.errors import SmolLM3Error
 from smollm3_neuron.model.config import read_config
-from smollm3_neuron.model.heads import ShardingPlan
 from smollm3_neuron.weights.adapter import check_serving
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -82,7 +81,7 @@ def merged_tokens(checkpoint, adapter, prompt):
     return output[0, len(prompt) :].tolist()
 
 
-def config(checkpoint, folder, targets, tp_degree=2, fused_qkv=False, quantized=False, **lora):
+def configs(checkpoint, folder, targets, tp_degree=2, fused_qkv=False, quantized=False, **lora):
     paths = dict(lora_ckpt_paths={"a": str(folder)}, lora_ckpt_paths_cpu={})
     values = dict(target_modules=targets, batch_size=1, max_lora_rank=4, **paths)
     neuron_config = SimpleNamespace(
@@ -92,9 +91,7 @@ def config(checkpoint, folder, targets, tp_degree=2, fused_qkv=False, quantized=
         quantized=quantized,
         lora_config=SimpleNamespace(**{**values, **lora}),
     )
-    resolved = read_config(checkpoint)
-    plan = ShardingPlan(tp_degree, resolved["num_attention_heads"], resolved["num_key_value_heads"])
-    return SimpleNamespace(**resolved, neuron_config=neuron_config, sharding_plan=lambda: plan)
+    return read_config(checkpoint), neuron_config
 
 
 MERGE = "--merge-adapter"
@@ -125,11 +122,11 @@ def test_what_cannot_be_served_is_named(adapter, changes, named, random_checkpoi
     checkpoint = random_checkpoints["plain"]
     make_adapter(checkpoint, tmp_path, **adapter)
     with pytest.raises(SmolLM3Error) as error:
-        check_serving(config(checkpoint, tmp_path, adapter["target_modules"], **changes))
+        check_serving(*configs(checkpoint, tmp_path, adapter["target_modules"], **changes))
     assert "\n" not in str(error.value) and [part for part in named if part not in str(error.value)] == []
 
 
 def test_what_can_be_served(adapters, random_checkpoints):
     for tp_degree in (1, 2, 4, 8):
-        check_serving(config(random_checkpoints["plain"], adapters[0], LINEARS, tp_degree))
-    check_serving(config(random_checkpoints["plain"], adapters[0], ["o_proj", "up_proj"], fused_qkv=True))
+        check_serving(*configs(random_checkpoints["plain"], adapters[0], LINEARS, tp_degree))
+    check_serving(*configs(random_checkpoints["plain"], adapters[0], ["o_proj", "up_proj"], fused_qkv=True))

@@ -55,7 +55,8 @@ def written(job, folder):
     from smollm3_neuron.modeling_smollm3_3b import NeuronSmolLM3ForCausalLM
     from smollm3_neuron.weights.shard_writer import write_shards
 
-    write_shards(job["checkpoint"], model_jobs.build_config(NeuronSmolLM3ForCausalLM, job), folder)
+    config = model_jobs.build_config(NeuronSmolLM3ForCausalLM, job)
+    write_shards(job["checkpoint"], config.checkpoint_config, config.neuron_config, folder)
     return files(folder, job)
 
 
@@ -129,8 +130,6 @@ def is_linear(name):
 
 def test_an_adapter_is_merged_before(random_checkpoints, tmp_path):
     """As if the merged checkpoint had been quantized."""
-    from types import SimpleNamespace
-
     from peft import LoraConfig, get_peft_model
     from transformers import SmolLM3ForCausalLM
 
@@ -146,8 +145,10 @@ def test_an_adapter_is_merged_before(random_checkpoints, tmp_path):
     wanted = job({"merged": str(tmp_path / "merged")}, "merged", 2, False, CHANNEL, "int8", None)
     expected = [load_file(file) for file in written(wanted, tmp_path / "expected")]
     config = model_jobs.build_config(NeuronSmolLM3ForCausalLM, wanted)
-    adapter = Adapter(tmp_path / "adapter", SimpleNamespace(**read_config(random_checkpoints["plain"])))
-    write_shards(random_checkpoints["plain"], config, tmp_path / "found", adapter=adapter)
+    adapter = Adapter(tmp_path / "adapter", read_config(random_checkpoints["plain"]))
+    write_shards(
+        random_checkpoints["plain"], config.checkpoint_config, config.neuron_config, tmp_path / "found", adapter=adapter
+    )
     for file, shard in zip(files(tmp_path / "found", wanted), expected):
         for name, tensor in load_file(file).items():
             off = (tensor.float() - shard[name].float()).abs()

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from filecmp import cmpfiles
 from pathlib import Path
-from types import SimpleNamespace
 
 import lowering
 import numpy
@@ -282,11 +281,11 @@ def test_the_3b_config_lowers_and_agrees_with_plan(release, tmp_path):
     job = {"name": "3b", "checkpoint": str(tmp_path), "neuron": NEURON_3B}
     facts = lowering.lower(release, [job], tmp_path)["3b"]
     assert "error" not in facts, facts["traceback"]
-    values = read_config(tmp_path)
-    of = Estimate(SimpleNamespace(**values), NEURON_3B["tp_degree"], NEURON_3B["seq_len"])
+    config = read_config(tmp_path)
+    of = Estimate(config, NEURON_3B["tp_degree"], NEURON_3B["seq_len"])
     prefill, decode = facts["graphs"]["context_encoding_model_0"], facts["graphs"]["token_generation_model_0"]
     for found in (prefill, decode):
-        assert faults(found, values["no_rope_layers"], NEURON_3B) == {}
+        assert faults(found, config.no_rope_layers, NEURON_3B) == {}
     assert decode["flops"] == pytest.approx(of.decode_flops, rel=0.02)
     assert prefill["flops"] == pytest.approx(of.prefill_flops, rel=0.02)
     assert decode["bytes_read"] == pytest.approx(of.decode_bytes, rel=0.02)

@@ -6,6 +6,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+SHARD_FILE = "tp{rank}_sharded_checkpoint.safetensors"
+
 
 def _run_hooks(module: nn.Module, checkpoint: dict[str, Tensor], prefix: str = "") -> None:
     """Let the modules pad and rearrange their whole weights. A module with a hook answers for its children."""
@@ -35,7 +37,7 @@ def shard_checkpoint(
     checkpoint: dict[str, Tensor], model: nn.Module, ranks: range, serialize_path: str | None = None
 ) -> list[dict[str, Tensor]]:
     """The state dicts of `ranks`, in the dtypes of `model`'s parameters. With a path they are written to
-    `tp{rank}_sharded_checkpoint.safetensors` there, one at a time, and none is returned.
+    files of their own there, one at a time, and none is returned.
 
     Takes over `checkpoint`. KeyError for a weight that a hook misses, RuntimeError for one of a wrong shape.
     """
@@ -53,5 +55,5 @@ def shard_checkpoint(
             shards.append(shard)
         else:
             os.makedirs(serialize_path, exist_ok=True)
-            save_file(shard, os.path.join(serialize_path, f"tp{rank}_sharded_checkpoint.safetensors"))
+            save_file(shard, os.path.join(serialize_path, SHARD_FILE.format(rank=rank)))
     return shards

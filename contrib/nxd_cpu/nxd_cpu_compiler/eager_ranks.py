@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from neuronx_distributed._cpu import RankThreads
+from neuronx_distributed._shard import SHARD_FILE
 from neuronx_distributed_inference._graph import map_shard
 from torch import Tensor
 
@@ -21,7 +22,7 @@ class EagerRanks:
         self.models = []
         for rank in range(app.neuron_config.tp_degree):
             model = app.context_encoding_model._build(app.neuron_config.max_context_length)
-            state = map_shard(str(weights / f"tp{rank}_sharded_checkpoint.safetensors"))
+            state = map_shard(str(weights / SHARD_FILE.format(rank=rank)))
             for name, parameter in model.named_parameters():
                 if name.startswith("kv_mgr."):
                     state[name] = torch.zeros(parameter.shape, dtype=parameter.dtype)

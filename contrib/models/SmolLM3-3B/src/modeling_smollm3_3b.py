@@ -5,6 +5,7 @@ are tied, and KV heads that a TP degree cannot shard are expanded beforehand (sh
 0.7 to 0.9; reference: transformers' `SmolLM3ForCausalLM`.
 """
 
+import dataclasses
 import logging
 import os
 
@@ -22,8 +23,7 @@ from transformers import SmolLM3ForCausalLM
 from transformers.models.smollm3.modeling_smollm3 import SmolLM3RMSNorm
 
 from .errors import SmolLM3Error
-from .model.config import REQUIRED, resolve_config
-from .model.heads import ShardingPlan
+from .model.config import REQUIRED, CheckpointConfig, resolve_config
 from .model.releases import installed_release
 from .model.rope import ScaledRotaryEmbedding
 from .model.switches import check_encoding, check_keywords, check_switches
@@ -39,7 +39,7 @@ def get_rmsnorm_cls():
     return SmolLM3RMSNorm if cpu_mode() else CustomRMSNorm
 
 
-def get_rotary_embedding(config: "SmolLM3InferenceConfig") -> nn.Module:
+def get_rotary_embedding(config: CheckpointConfig) -> nn.Module:
     """The library's, or for a checkpoint with RoPE scaling rope.py's: the library would ignore the scaling."""
     if config.rope_scaling is not None:
         return ScaledRotaryEmbedding(config)
@@ -68,31 +68,34 @@ class SmolLM3InferenceConfig(InferenceConfig):
         self.num_cores_per_group = 1
         # load_pretrained_config sets it, and the library would prefer it to the path that it is given
         self.__dict__.pop("_name_or_path", None)
-        for name, value in resolve_config(self.__dict__).items():
-            setattr(self, name, value)
+        source = getattr(self, "source_num_key_value_heads", None) or getattr(self, "num_key_value_heads", None)
+        checkpoint_config = resolve_config({**vars(self), "num_key_value_heads": source})
+        vars(self).update(vars(checkpoint_config))
         self.__dict__.pop("rope_parameters", None)
-        if not hasattr(self, "source_num_key_value_heads"):
-            self.source_num_key_value_heads = self.num_key_value_heads
         if any(layer_windows(self)) and self.neuron_config.attn_kernel_enabled is None:
             self.neuron_config.attn_kernel_enabled = False  # the library's choice takes a kernel that trn1 has not
-        self.num_key_value_heads = self.source_num_key_value_heads * self.sharding_plan().kv_expansion
+        plan = checkpoint_config.plan(self.neuron_config.tp_degree)
+        self.source_num_key_value_heads = plan.num_key_value_heads
+        self.num_key_value_heads = plan.num_key_value_heads * plan.kv_expansion
+
+    @property
+    def checkpoint_config(self) -> CheckpointConfig:
+        """The checkpoint's own config, where `num_key_value_heads` of this one may be expanded."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(CheckpointConfig)}
+        return CheckpointConfig(**{**values, "num_key_value_heads": self.source_num_key_value_heads})
 
     def validate_config(self):
         super().validate_config()
         check_sliding_window(self)
         check_switches(self.neuron_config, self.no_rope_layers, self.hidden_act, installed_release())
         check_encoding(self.neuron_config)
-        check_quantization(self)
+        check_quantization(self.checkpoint_config, self.neuron_config)
         if self.neuron_config.lora_config is not None:
             from .weights.adapter import check_serving
 
-            check_serving(self)
+            check_serving(self.checkpoint_config, self.neuron_config)
         for check in self.further_checks:
             check(self)
-
-    def sharding_plan(self) -> ShardingPlan:
-        """What the TP degree does to the checkpoint's heads."""
-        return ShardingPlan(self.neuron_config.tp_degree, self.num_attention_heads, self.source_num_key_value_heads)
 
     def get_required_attributes(self) -> list[str]:
         return [*REQUIRED, "pad_token_id"]
@@ -108,7 +111,7 @@ class NeuronSmolLM3Attention(NeuronAttentionBase):
     def __init__(self, config: SmolLM3InferenceConfig, layer_idx: int):
         rotary_emb = None
         if config.no_rope_layers[layer_idx]:  # 1 means: applies RoPE
-            rotary_emb = get_rotary_embedding(config)
+            rotary_emb = get_rotary_embedding(config.checkpoint_config)
         super().__init__(
             config=config,
             hidden_size=config.hidden_size,
@@ -298,7 +301,7 @@ class NeuronSmolLM3ForCausalLM(NeuronBaseForCausalLM):
         """A folder is read by checkpoint.py: the library takes a stray model.safetensors before a valid index."""
         if not os.path.isdir(model_name_or_path):
             return super().get_state_dict(model_name_or_path, config)
-        state_dict = checkpoint.load_state_dict(model_name_or_path, config)
+        state_dict = checkpoint.load_state_dict(model_name_or_path, config.checkpoint_config, config.neuron_config)
         state_dict = cls.convert_hf_to_neuron_state_dict(state_dict, config)
         if config.tie_word_embeddings:
             cls.update_state_dict_for_tied_weights(state_dict)
@@ -306,7 +309,7 @@ class NeuronSmolLM3ForCausalLM(NeuronBaseForCausalLM):
 
     @staticmethod
     def convert_hf_to_neuron_state_dict(state_dict: dict, config: SmolLM3InferenceConfig) -> dict:
-        return checkpoint.to_neuron_state_dict(state_dict, config)
+        return checkpoint.to_neuron_state_dict(state_dict, config.checkpoint_config, config.neuron_config)
 
     @staticmethod
     def update_state_dict_for_tied_weights(state_dict: dict):

@@ -3,7 +3,7 @@
 import os
 
 import torch
-from neuronx_distributed._shard import shard_checkpoint
+from neuronx_distributed._shard import SHARD_FILE, shard_checkpoint
 from torch import nn
 
 from neuronx_distributed_inference._graph import LoadedModel, load_graphs, map_shard, save_graphs
@@ -81,7 +81,7 @@ class NeuronApplicationBase(nn.Module):
         self.shard_weights(compiled_model_path, debug)
 
     def shard_weights(self, compiled_model_path, debug=False) -> None:
-        """Write `weights/tp{rank}_sharded_checkpoint.safetensors` if the NeuronConfig says so."""
+        """Write the shards into `weights` if the NeuronConfig says so."""
         if self.neuron_config.save_sharded_checkpoint and not self.neuron_config.skip_sharding:
             path = os.path.join(compiled_model_path, "weights/")
             self.get_builder(debug).shard_checkpoint(serialize_path=path)
@@ -98,7 +98,7 @@ class NeuronApplicationBase(nn.Module):
             raise NotImplementedError("the CPU runtime does not support start_rank_id and local_ranks_size")
         if self.neuron_config.save_sharded_checkpoint:
             folder = os.path.join(compiled_model_path, "weights")
-            shards = [map_shard(f"{folder}/tp{rank}_sharded_checkpoint.safetensors") for rank in range(tp_degree)]
+            shards = [map_shard(f"{folder}/{SHARD_FILE.format(rank=rank)}") for rank in range(tp_degree)]
         else:
             shards = self.get_builder().shard_checkpoint()
         self.traced_model = LoadedModel(self.graphs, shards, tp_degree)

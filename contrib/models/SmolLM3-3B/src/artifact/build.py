@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from ..errors import SmolLM3Error
 from ..generate import chat
-from ..model.config import read_config
+from ..model.config import CheckpointConfig, read_config
 from ..weights.digests import sha256
+from ..weights.files import INDEX_FILE
 from .compiled_graphs import compile_graphs, load_graphs, reason_to_keep_exported
 from .folder import FORMAT, MANIFEST, TOKENIZER_FILES, Artifact, manifest_digest, open_artifact, versions
 from .settings import Settings
@@ -69,10 +69,10 @@ def compile_artifact(
     before anything is compiled; nothing stands at `output` unless it is whole. Raises SmolLM3Error.
     """
     callbacks.on_step("checking the checkpoint")
-    values = read_config(folder)
-    settings = settings.checked(values)
+    checkpoint_config = read_config(folder)
+    settings = settings.checked(checkpoint_config)
     _check_place(settings, place)
-    adapter = _open_adapter(merge_adapter, values)
+    adapter = _open_adapter(merge_adapter, checkpoint_config)
     made_of = _made_of(folder, settings, place, name or str(folder), revision, adapter)
     standing = _standing(output, place, made_of, weights_only)
     if standing and not weights_only:
@@ -80,7 +80,7 @@ def compile_artifact(
         return standing
     from ..weights.checkpoint import check_checkpoint
 
-    check_checkpoint(folder, SimpleNamespace(**values))
+    check_checkpoint(folder, checkpoint_config)
     _check_json(folder)
     with staged(output) as staging:
         config = build_config(folder, settings)
@@ -109,12 +109,12 @@ def _check_place(settings: Settings, place: str) -> None:
         )
 
 
-def _open_adapter(merge_adapter: Path | None, values: dict[str, Any]) -> Any:
+def _open_adapter(merge_adapter: Path | None, config: CheckpointConfig) -> Any:
     if merge_adapter is None:
         return None
     from ..weights.adapter import Adapter
 
-    return Adapter(merge_adapter.absolute(), SimpleNamespace(**values))
+    return Adapter(merge_adapter.absolute(), config)
 
 
 def _made_of(
@@ -168,8 +168,11 @@ def _write_weights(
     from ..weights.shard_writer import shard_bytes, write_shards
 
     callbacks.on_step("sharding the weights")
-    total = shard_bytes(config)
-    weights = write_shards(folder, config, staging / "weights", lambda count: callbacks.on_bytes(count, total), adapter)
+    configs = config.checkpoint_config, config.neuron_config
+    total = shard_bytes(*configs)
+    weights = write_shards(
+        folder, *configs, staging / "weights", lambda count: callbacks.on_bytes(count, total), adapter
+    )
     for file in TOKENIZER_FILES:
         if (folder / file).is_file():
             shutil.copyfile(folder / file, staging / file)
@@ -229,7 +232,7 @@ def _check_json(folder: Path) -> None:
 
 def _identity(folder: Path) -> dict[str, Any]:
     """Digests of the config and the weight index, and the weights' files: what another checkpoint would differ in."""
-    index, files = folder / "model.safetensors.index.json", sorted(folder.glob("*.safetensors"))
+    index, files = folder / INDEX_FILE, sorted(folder.glob("*.safetensors"))
     return {
         "config_sha256": sha256(folder / "config.json"),
         "index_sha256": sha256(index) if index.is_file() else None,

@@ -2,12 +2,11 @@
 
 import math
 from dataclasses import asdict, dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 
 from ..errors import SmolLM3Error
-from ..model.config import DTYPES, longest_sequence
-from ..model.heads import ShardingPlan
+from ..model.config import CheckpointConfig
+from ..model.dtypes import MODEL_DTYPES
 from ..model.switches import check_encoding
 from ..weights.quantization import check_quantization
 
@@ -46,16 +45,15 @@ class Settings:
     quantization_dtype: str = "int8"
     modules_to_not_convert: list[str] | None = None
 
-    def checked(self, config: dict[str, Any]) -> "Settings":
-        """These settings, complete, for a model with these resolved values; SmolLM3Error where they cannot run."""
-        ShardingPlan(self.tp_degree, config["num_attention_heads"], config["num_key_value_heads"])
-        if self.torch_dtype not in DTYPES:
-            raise SmolLM3Error(f"dtype is {self.torch_dtype!r}, allowed is one of {', '.join(DTYPES)}")
+    def checked(self, config: CheckpointConfig) -> "Settings":
+        """These settings, complete, for a checkpoint with this config; SmolLM3Error where they cannot run."""
+        config.plan(self.tp_degree)  # raises SmolLM3Error for a degree that is not possible
+        if self.torch_dtype not in MODEL_DTYPES:
+            raise SmolLM3Error(f"dtype is {self.torch_dtype!r}, allowed is one of {', '.join(MODEL_DTYPES)}")
         context = self.seq_len if self.max_context_length is None else self.max_context_length
-        longest = longest_sequence(config)
         for name, value, largest in (
             ("batch_size", self.batch_size, 1024),
-            ("seq_len", self.seq_len, longest),
+            ("seq_len", self.seq_len, config.longest_sequence),
             ("max_context_length", context, self.seq_len),
         ):
             least = 1 if name == "batch_size" else 2
@@ -79,7 +77,7 @@ class Settings:
                     f"on_device_sampling_config has {name} {value!r}, allowed are {', '.join(SAMPLING)}: the first three "
                     "true or false, the rest numbers, top_p up to 1"
                 )
-        check_quantization(SimpleNamespace(**config, neuron_config=self))
+        check_quantization(config, self)
         self._check_buckets("context_encoding_buckets", "max_context_length", context)
         self._check_buckets("token_generation_buckets", "seq_len", self.seq_len)
         block, blocks = self._check_blocks()

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..generate.generation import prefill_inputs
-from ..model.config import read_config
-from ..model.heads import ShardingPlan, source_num_key_value_heads
+from ..model.config import CheckpointConfig, read_config
 from .reference import load_reference
 from .validation import ALLOWANCE, WIDER
 
@@ -170,7 +169,7 @@ class Inspection:
 def inspect(app, folder: Path, prompt: Sequence[int], ranks: Any = None, adapter: str | None = None) -> Inspection:
     """The application, on `ranks` (nxd_cpu_compiler/eager_ranks.py) or (None) in the library's CPU mode, beside the checkpoint in `folder` with the PEFT
     adapter in that folder merged."""
-    config = app.config
+    config = app.config.checkpoint_config
     models = ranks.models if ranks else [app.context_encoding_model.model]
     recorders = [Recorder(model.layers, model.norm, model.lm_head) for model in models]
     if ranks:  # in the library's CPU mode the attention is no one function: no scores and probabilities
@@ -203,7 +202,7 @@ def inspect(app, folder: Path, prompt: Sequence[int], ranks: Any = None, adapter
     moved = [not torch.equal(spaced[layer, "attention_output"], ours[layer, "attention_output"]) for layer in layers]
     return Inspection(
         compared(ours, theirs, exact, dtype),
-        [bool(flag) for flag in read_config(folder)["no_rope_layers"]],
+        [bool(flag) for flag in read_config(folder).no_rope_layers],
         [rotates(ours, layer) for layer in layers],
         moved,
         [layer for layer in layers if not keeps_identity(ours, layer)],
@@ -211,7 +210,7 @@ def inspect(app, folder: Path, prompt: Sequence[int], ranks: Any = None, adapter
     )
 
 
-def of_transformers(model, prompt: Sequence[int], config: Any) -> Values:
+def of_transformers(model, prompt: Sequence[int], config: CheckpointConfig) -> Values:
     recorder = Recorder(model.model.layers, model.model.norm, model.lm_head)
     with recorder:
         logits = model(torch.tensor([list(prompt)])).logits[0, -1:]
@@ -220,10 +219,9 @@ def of_transformers(model, prompt: Sequence[int], config: Any) -> Values:
     return values
 
 
-def joined(ranks: list[Values], config: Any, length: int) -> Values:
+def joined(ranks: list[Values], config: CheckpointConfig, length: int) -> Values:
     """The whole values of one prompt of `length` tokens, without batch: heads [heads, length, ...], else [length, ...]."""
-    heads, kv_heads = config.num_attention_heads, source_num_key_value_heads(config)
-    plan = ShardingPlan(len(ranks), heads, kv_heads)
+    plan, heads, kv_heads = config.plan(len(ranks)), config.num_attention_heads, config.num_key_value_heads
     whole: Values = {}
     for key, first in ranks[0].items():
         name = key[1]

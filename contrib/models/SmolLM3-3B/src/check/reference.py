@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from ..errors import SmolLM3Error
 from ..generate.generation import Generated
 from ..model.config import read_config
 from ..weights.adapter import Adapter
-from ..weights.checkpoint import PREFIX
+from ..weights.files import PREFIX
 from ..weights.lazy_rows import QuantizedRows
 from ..weights.quantization import quantized_linears
 
@@ -33,8 +32,8 @@ def load_reference(
     """The checkpoint in `folder`, whichever spelling its config has (transformers 4 does not read transformers 5's), with
     the PEFT adapter in that folder merged, and its weights as the settings `quantized` (artifact.Settings) leave them: each
     8-bit value times its scale. SmolLM3Error for weights that transformers does not find."""
-    values, config = read_config(folder), SmolLM3Config.from_pretrained(folder)
-    config.rope_theta, config.rope_scaling = values["rope_theta"], values["rope_scaling"]
+    checkpoint_config, config = read_config(folder), SmolLM3Config.from_pretrained(folder)
+    config.rope_theta, config.rope_scaling = checkpoint_config.rope_theta, checkpoint_config.rope_scaling
     model, found = SmolLM3ForCausalLM.from_pretrained(folder, config=config, dtype=dtype, output_loading_info=True)
     if found["missing_keys"]:  # it would be random
         raise SmolLM3Error(
@@ -42,10 +41,10 @@ def load_reference(
             "weights as transformers does"
         )
     model.eval()
-    linears = quantized_linears(SimpleNamespace(**values, neuron_config=quantized)) if quantized else set()
+    linears = quantized_linears(checkpoint_config, quantized) if quantized else set()
     if adapter is None and not linears:
         return model
-    merge = adapter and Adapter(adapter, SimpleNamespace(**values))
+    merge = adapter and Adapter(adapter, checkpoint_config)
     if model.lm_head.weight is model.model.embed_tokens.weight:
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
     for name, parameter in model.named_parameters():

@@ -5,11 +5,11 @@ a device by this project.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 from ..errors import SmolLM3Error
-from ..model.config import longest_sequence
-from ..model.heads import ShardingPlan, padded, source_num_key_value_heads
+from ..model.config import CheckpointConfig
+from ..model.dtypes import DTYPES
+from ..model.heads import ShardingPlan, padded
 from ..weights.rank_layout import rank_outputs
 
 GB, GiB = 10**9, 1 << 30
@@ -17,7 +17,6 @@ HBM_PER_CORE = 16 * GB
 HBM_BANDWIDTH = 410 * GB  # bytes per second and core: a chip's 820 GB/s over its two cores
 FLOPS = 95 * 10**12  # dense bfloat16 per second and core
 RESERVED_PER_CORE = 1 * GB  # kept free for the runtime, the graphs' code and scratch: a guess
-BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 @dataclass(frozen=True)
@@ -53,9 +52,9 @@ def check_tp_degree(instance: str, tp_degree: int) -> None:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes and operations of one core (padding makes all equal), for `config` with hf_config.py's values as attributes."""
+    """Bytes and operations of one core (padding makes all equal)."""
 
-    config: Any
+    config: CheckpointConfig
     tp_degree: int
     seq_len: int
     batch_size: int = 1
@@ -64,7 +63,7 @@ class Estimate:
 
     @property
     def plan(self) -> ShardingPlan:
-        return ShardingPlan(self.tp_degree, self.config.num_attention_heads, source_num_key_value_heads(self.config))
+        return self.config.plan(self.tp_degree)
 
     def _elements(self, *, but: tuple[str, ...] = ()) -> int:
         """Elements of the rank's tensors whose name starts with none of `but`."""
@@ -80,7 +79,7 @@ class Estimate:
     @property
     def weights(self) -> int:
         """All weights of the core's shard."""
-        return self._elements() * BYTES[self.dtype]
+        return self._elements() * DTYPES[self.dtype].nbytes
 
     @property
     def untied_head(self) -> int:
@@ -91,14 +90,14 @@ class Estimate:
             padded(self.config.vocab_size, self.tp_degree)
             // self.tp_degree
             * self.config.hidden_size
-            * BYTES[self.dtype]
+            * DTYPES[self.dtype].nbytes
         )
 
     @property
     def kv_cache_per_token(self) -> int:
         """K and V of one token in all layers."""
         heads = self.plan.key_value_heads_per_rank
-        return 2 * self.config.num_hidden_layers * heads * self.config.head_dim * BYTES[self.dtype]
+        return 2 * self.config.num_hidden_layers * heads * self.config.head_dim * DTYPES[self.dtype].nbytes
 
     @property
     def kv_cache(self) -> int:
@@ -126,21 +125,23 @@ class Estimate:
     def largest_seq_len(self, batch_size: int) -> int:
         """That fits with so many sequences, up to the model's positions; 0: none."""
         free = HBM_PER_CORE - RESERVED_PER_CORE - self.weights - self.logits // self.batch_size * batch_size
-        return max(0, min(longest_sequence(vars(self.config)), free // (self.kv_cache_per_token * batch_size)))
+        return max(0, min(self.config.longest_sequence, free // (self.kv_cache_per_token * batch_size)))
 
     @property
     def decode_bytes(self) -> int:
         """Read from the core's memory per step with full caches: all weights but the embedding table, K and V, its rows."""
-        weights = self._elements(but=("embed_tokens",)) * BYTES[self.dtype]
-        rows = self.batch_size * self.config.hidden_size // self.tp_degree * BYTES[self.dtype]
+        weights = self._elements(but=("embed_tokens",)) * DTYPES[self.dtype].nbytes
+        rows = self.batch_size * self.config.hidden_size // self.tp_degree * DTYPES[self.dtype].nbytes
         return weights + rows + self.kv_cache
 
     @property
     def prefill_bytes(self) -> int:
         """Read per prompt batch: the weights once, the prompt's embeddings, its K and V once."""
         tokens = self.batch_size * (self.context_length or self.seq_len)
-        rows = tokens * self.config.hidden_size // self.tp_degree * BYTES[self.dtype]
-        return self._elements(but=("embed_tokens",)) * BYTES[self.dtype] + rows + self.kv_cache_per_token * tokens
+        rows = tokens * self.config.hidden_size // self.tp_degree * DTYPES[self.dtype].nbytes
+        return (
+            self._elements(but=("embed_tokens",)) * DTYPES[self.dtype].nbytes + rows + self.kv_cache_per_token * tokens
+        )
 
     def flops(self, tokens: int, attended: int, heads_on: int) -> int:
         """Of `tokens` per row whose queries see `attended` keys in all, with logits for `heads_on` of them; one core."""

@@ -1,4 +1,4 @@
-"""config.json of a SmolLM3 checkpoint: both spellings of transformers read, one set of values out. Imports no torch.
+"""config.json of a SmolLM3 checkpoint: both spellings of transformers read, one type out. Imports no torch.
 
 Reference: transformers' `SmolLM3Config` (4.57 and 5). What it would answer with a bare IndexError, or let pass and
 then compute wrongly, is an error here that names the field, the value and what is allowed.
@@ -6,10 +6,13 @@ then compute wrongly, is an error here that names the field, the value and what 
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import SmolLM3Error
+from .dtypes import MODEL_DTYPES
+from .heads import ShardingPlan
 
 MODEL_TYPE = "smollm3"
 NO_ROPE_LAYER_INTERVAL = 4  # transformers' default
@@ -24,7 +27,6 @@ POSITIVE_INTEGERS = (
 )
 REQUIRED = (*POSITIVE_INTEGERS, "rms_norm_eps", "hidden_act")
 HIDDEN_ACTS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")  # the ones tested
-DTYPES = ("bfloat16", "float16", "float32")
 LAYER_TYPES = ("full_attention", "sliding_attention")
 # rope_scaling's keys beside rope_type: those that must be there, those that may be
 ROPE_SCALING_KEYS = {
@@ -42,8 +44,55 @@ OTHER_FORMATS = {".gguf": "GGUF", ".msgpack": "Flax", ".h5": "TensorFlow", ".bin
 QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 
 
-def read_config(folder: str | Path) -> dict[str, Any]:
-    """The resolved values of `folder`/config.json, see `resolve_config`; SmolLM3Error where they would run wrong."""
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """A checkpoint's resolved config: what the model is built from, whichever spelling its config.json has."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    hidden_act: str
+    attention_bias: bool
+    mlp_bias: bool
+    tie_word_embeddings: bool
+    rope_theta: float
+    rope_scaling: dict[str, Any] | None  # with its type as rope_type; None: no scaling
+    no_rope_layers: list[int]  # one flag per layer; 1 APPLIES RoPE, 0 is NoPE
+    use_sliding_window: bool
+    sliding_window: int | None  # in tokens; None: all layers have full attention
+    layer_types: list[str]
+
+    @property
+    def query_size(self) -> int:
+        """Features of all query heads."""
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def key_value_size(self) -> int:
+        """Features of all key heads, and of all value heads."""
+        return self.num_key_value_heads * self.head_dim
+
+    @property
+    def longest_sequence(self) -> int:
+        """Positions that the model is good for: max_position_embeddings, or what its RoPE scaling reaches."""
+        positions, scaling = self.max_position_embeddings, self.rope_scaling
+        if scaling is None:
+            return positions
+        return max(positions, int(scaling["factor"] * scaling.get("original_max_position_embeddings", positions)))
+
+    def plan(self, tp_degree: int) -> ShardingPlan:
+        """What a TP degree does to the heads. Raises SmolLM3Error for a degree that is not possible."""
+        return ShardingPlan(tp_degree, self.num_attention_heads, self.num_key_value_heads)
+
+
+def read_config(folder: str | Path) -> CheckpointConfig:
+    """Reads `folder`/config.json. Raises SmolLM3Error where it is not there, or its values would run wrong."""
     check_format(folder)
     path = Path(folder) / "config.json"
     try:
@@ -75,12 +124,10 @@ def check_format(folder: str | Path) -> None:
             raise SmolLM3Error(f"{folder}: {file.name} is {format_name}, only safetensors are read; {INSTEAD}")
 
 
-def resolve_config(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What the model is built from, whichever spelling `values` (a raw config.json or parsed attributes) uses.
+def resolve_config(values: Mapping[str, Any]) -> CheckpointConfig:
+    """Resolves the raw fields of a config.json, or those of a config that was resolved before.
 
-    Returns no_rope_layers (one 0 or 1 per layer; 1 APPLIES RoPE), rope_theta, rope_scaling (None: no scaling), head_dim,
-    attention_bias, mlp_bias, tie_word_embeddings, sliding_window (None: all layers have full attention), layer_types and
-    the required fields. Idempotent.
+    Raises SmolLM3Error for a value that would run wrong.
     """
     resolved = {name: _required(values, name) for name in REQUIRED}
     for name in POSITIVE_INTEGERS:
@@ -99,7 +146,7 @@ def resolve_config(values: Mapping[str, Any]) -> dict[str, Any]:
     resolved["no_rope_layers"] = _no_rope_layers(values, resolved["num_hidden_layers"])
     resolved["sliding_window"], resolved["layer_types"] = _sliding_window(values, resolved["no_rope_layers"])
     resolved["use_sliding_window"] = resolved["sliding_window"] is not None
-    return resolved
+    return CheckpointConfig(**resolved)
 
 
 def _check_explicit(raw: Mapping[str, Any]) -> None:
@@ -111,8 +158,8 @@ def _check_explicit(raw: Mapping[str, Any]) -> None:
         _agree("rope_theta", raw.get("rope_theta"), "rope_parameters.rope_theta", parameters.get("rope_theta"))
     _agree("torch_dtype", raw.get("torch_dtype"), "dtype", raw.get("dtype"))
     dtype = raw.get("dtype") or raw.get("torch_dtype")
-    if dtype is not None and dtype not in DTYPES:
-        raise SmolLM3Error(f"dtype is {dtype!r}, allowed is {_one_of(DTYPES)}")
+    if dtype is not None and dtype not in MODEL_DTYPES:
+        raise SmolLM3Error(f"dtype is {dtype!r}, allowed is {_one_of(MODEL_DTYPES)}")
     for name in ("quantization_config", "compression_config"):
         if raw.get(name):
             method = raw[name]
@@ -139,8 +186,6 @@ def _one_of(allowed: tuple[str, ...]) -> str:
 
 def _head_dim(values: Mapping[str, Any], resolved: Mapping[str, Any]) -> int:
     hidden, heads, kv_heads = (resolved[n] for n in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
-    # the KV heads of the checkpoint: the model's config may hold them expanded, see sharding.py
-    kv_heads = values.get("source_num_key_value_heads") or kv_heads
     if heads % kv_heads:
         raise SmolLM3Error(f"num_key_value_heads is {kv_heads}, it must divide num_attention_heads, which is {heads}")
     head_dim = values.get("head_dim")
@@ -226,14 +271,6 @@ def _sliding_window(values: Mapping[str, Any], no_rope_layers: list[int]) -> tup
         if layer_type not in LAYER_TYPES:
             raise SmolLM3Error(f"layer_types[{layer_idx}] is {layer_type!r}, allowed is {_one_of(LAYER_TYPES)}")
     return window, list(layer_types[: len(no_rope_layers)])
-
-
-def longest_sequence(resolved: Mapping[str, Any]) -> int:
-    """Positions that the model is good for: max_position_embeddings, or what its RoPE scaling reaches."""
-    positions, scaling = resolved["max_position_embeddings"], resolved["rope_scaling"]
-    if scaling is None:
-        return positions
-    return max(positions, int(scaling["factor"] * scaling.get("original_max_position_embeddings", positions)))
 
 
 def _no_rope_layers(values: Mapping[str, Any], num_hidden_layers: int) -> list[int]:

@@ -5,7 +5,6 @@ they are expanded to one per query head in the config and in the checkpoint, bef
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 from ..errors import SmolLM3Error
 
@@ -78,8 +77,3 @@ class ShardingPlan:
 
 def _of_rank(layout: list, rank: int, size: int) -> list:
     return layout[rank * size : (rank + 1) * size]
-
-
-def source_num_key_value_heads(config: Any) -> int:
-    """The KV heads of the checkpoint, where the model's config holds them expanded."""
-    return getattr(config, "source_num_key_value_heads", None) or config.num_key_value_heads

@@ -5,15 +5,15 @@ NxD Inference's own rotary modules do, and no tensor is baked in.
 """
 
 import math
-from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from .config import CheckpointConfig
 
-def llama3_parameters(config: Any, device: torch.device) -> tuple[torch.Tensor, float]:
+
+def llama3_parameters(config: CheckpointConfig, device: torch.device) -> tuple[torch.Tensor, float]:
     """transformers' llama3 formula, bit for bit; its comparisons with Python floats would lower in float64 on XLA."""
     scaling = config.rope_scaling
     factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
@@ -34,16 +34,9 @@ class ScaledRotaryEmbedding(nn.Module):
     The attention factor (of yarn) is folded into cos and sin.
     """
 
-    def __init__(self, config: Any):
+    def __init__(self, config: CheckpointConfig):
         super().__init__()
-        self.rope = SimpleNamespace(
-            rope_theta=config.rope_theta,
-            rope_scaling=dict(config.rope_scaling),
-            head_dim=config.head_dim,
-            max_position_embeddings=config.max_position_embeddings,
-            hidden_size=config.hidden_size,
-            num_attention_heads=config.num_attention_heads,
-        )
+        self.config = config
         rope_type = config.rope_scaling["rope_type"]
         self.init = llama3_parameters if rope_type == "llama3" else ROPE_INIT_FUNCTIONS[rope_type]
 
@@ -54,7 +47,7 @@ class ScaledRotaryEmbedding(nn.Module):
     def _parameters_on(self, device: torch.device | None) -> tuple[torch.Tensor, float]:
         device = device or torch.device("cpu")
         with device:  # some of the formulas make their first tensor without naming a device
-            return self.init(self.rope, device)
+            return self.init(self.config, device)
 
     @torch.no_grad()
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ..errors import SmolLM3Error
+from ..model.config import CheckpointConfig
 from .checkpoint import expected_shapes
 from .digests import sha256
 from .lazy_rows import MergedRows
@@ -42,12 +43,12 @@ ROLES = {
 
 
 class Adapter:
-    """The adapter in `folder` after checking that it fits a checkpoint with these resolved values (see hf_config.py).
+    """The adapter in `folder`, after checking that it fits a checkpoint with this config.
 
     Raises SmolLM3Error for what cannot be merged.
     """
 
-    def __init__(self, folder: str | Path, config: Any):
+    def __init__(self, folder: str | Path, config: CheckpointConfig):
         self.folder = Path(folder)
         self.values = self._read_config()
         try:
@@ -141,7 +142,7 @@ class Adapter:
                 return value
         return self.values.get(default_name)
 
-    def _check(self, config: Any) -> None:
+    def _check(self, config: CheckpointConfig) -> None:
         if not self.roles:
             raise SmolLM3Error(f"{self.folder / WEIGHTS}: no tensors in it")
         shapes = expected_shapes(config)
@@ -170,9 +171,8 @@ class Adapter:
                 raise SmolLM3Error(f"{self.folder}: {roles['magnitude']}: use_dora on an embedding is not supported")
 
 
-def check_serving(config: Any) -> None:
-    """SmolLM3Error for a `lora_config` (LoraServingConfig) that NxD Inference would serve wrongly, or not at all."""
-    neuron_config, plan = config.neuron_config, config.sharding_plan()
+def check_serving(config: CheckpointConfig, neuron_config: Any) -> None:
+    """Raises SmolLM3Error for a `lora_config` (LoraServingConfig) that NxD Inference would serve wrongly, or not at all."""
     lora_config, tp_degree = neuron_config.lora_config, neuron_config.tp_degree
     if not hasattr(lora_config, "target_modules"):  # None, or not made a LoraServingConfig of
         return
@@ -186,7 +186,7 @@ def check_serving(config: Any) -> None:
         )
     if config.hidden_size % tp_degree:
         raise SmolLM3Error(f"lora_config: tp_degree {tp_degree} does not divide hidden_size, {config.hidden_size}")
-    changes_heads = plan.kv_expansion > 1 or config.num_attention_heads % tp_degree
+    changes_heads = config.plan(tp_degree).kv_expansion > 1 or config.num_attention_heads % tp_degree
     for names, is_wrong, reason in (
         (("embed_tokens", "lm_head"), True, "the library leaves it out"),
         (("q_proj", "k_proj", "v_proj"), neuron_config.fused_qkv, "with fused_qkv the library leaves it out"),

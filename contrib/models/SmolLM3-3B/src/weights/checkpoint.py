@@ -15,17 +15,17 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ..errors import SmolLM3Error
-from ..model.config import INSTEAD, check_format
-from ..model.heads import ShardingPlan, padded, source_num_key_value_heads
+from ..model.config import INSTEAD, CheckpointConfig, check_format
+from ..model.dtypes import DTYPES, MODEL_DTYPES
+from ..model.heads import ShardingPlan, padded
+from .files import INDEX_FILE, PREFIX, SINGLE_FILE
+from .projections import PROJECTIONS, QKV
 from .quantization import quantized_linears
 
 logger = logging.getLogger("Neuron")
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-PREFIX = "model."
 LEFTOVER = "rotary_emb.inv_freq"  # a buffer that old versions of transformers saved
-STORED_DTYPES = ("BF16", "F16", "F32")
+STORED_DTYPES = tuple(DTYPES[name].safetensors_name for name in MODEL_DTYPES)
 # by their last part: what gptq and awq, bitsandbytes, compressed-tensors and fp8 checkpoints hold beside or for a weight
 QUANTIZED_TENSORS = (
     "qweight", "qzeros", "scales", "g_idx", "absmax", "quant_map", "SCB", "weight_packed", "weight_scale",
@@ -36,45 +36,31 @@ QUANTIZED_TENSORS = (
 def checkpoint_files(folder: str | Path) -> dict[str, Path]:
     """Tensor name as in the files -> the file that holds it. An index wins over a stray model.safetensors beside it."""
     folder = Path(folder)
-    index = folder / INDEX
+    index = folder / INDEX_FILE
     if index.is_file():
         try:
             weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             files = {name: folder / file for name, file in weight_map.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise SmolLM3Error(f"{index}: not a weight index ({error!r}); download the file again") from None
-    elif (folder / SINGLE).is_file():
-        files = {name: folder / SINGLE for name in _names_in(folder / SINGLE)}
+    elif (folder / SINGLE_FILE).is_file():
+        files = {name: folder / SINGLE_FILE for name in _names_in(folder / SINGLE_FILE)}
     else:
         check_format(folder)
-        raise SmolLM3Error(f"{folder}: neither {INDEX} nor {SINGLE} there; only safetensors are read")
+        raise SmolLM3Error(f"{folder}: neither {INDEX_FILE} nor {SINGLE_FILE} there; only safetensors are read")
     for file in sorted(set(files.values())):
         if not file.is_file():
-            raise SmolLM3Error(f"{file}: missing, but {INDEX} names it; download it again")
+            raise SmolLM3Error(f"{file}: missing, but {INDEX_FILE} names it; download it again")
         stored = set(_names_in(file))
         lacking = [name for name, where in files.items() if where == file and name not in stored]
         if lacking:
-            raise SmolLM3Error(f"{file}: {lacking[0]} is not in it, but {INDEX} says so; download it again")
+            raise SmolLM3Error(f"{file}: {lacking[0]} is not in it, but {INDEX_FILE} says so; download it again")
     return files
 
 
-def expected_shapes(config: Any) -> dict[str, tuple[int, ...]]:
-    """Name without prefix -> shape, of every tensor that the checkpoint must hold.
-
-    `config` has the resolved values of hf_config.py as attributes.
-    """
-    hidden, intermediate = config.hidden_size, config.intermediate_size
-    q_size = config.num_attention_heads * config.head_dim
-    kv_size = source_num_key_value_heads(config) * config.head_dim
-    linears = {
-        "self_attn.q_proj": (q_size, hidden, config.attention_bias),
-        "self_attn.k_proj": (kv_size, hidden, config.attention_bias),
-        "self_attn.v_proj": (kv_size, hidden, config.attention_bias),
-        "self_attn.o_proj": (hidden, q_size, config.attention_bias),
-        "mlp.gate_proj": (intermediate, hidden, config.mlp_bias),
-        "mlp.up_proj": (intermediate, hidden, config.mlp_bias),
-        "mlp.down_proj": (hidden, intermediate, config.mlp_bias),
-    }
+def expected_shapes(config: CheckpointConfig) -> dict[str, tuple[int, ...]]:
+    """Maps the name (without prefix) of every tensor that the checkpoint must hold to its shape."""
+    hidden = config.hidden_size
     shapes = {"embed_tokens.weight": (config.vocab_size, hidden), "norm.weight": (hidden,)}
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
@@ -82,14 +68,15 @@ def expected_shapes(config: Any) -> dict[str, tuple[int, ...]]:
         layer = f"layers.{layer_idx}"
         shapes[f"{layer}.input_layernorm.weight"] = (hidden,)
         shapes[f"{layer}.post_attention_layernorm.weight"] = (hidden,)
-        for name, (out_features, in_features, bias) in linears.items():
-            shapes[f"{layer}.{name}.weight"] = (out_features, in_features)
-            if bias:
-                shapes[f"{layer}.{name}.bias"] = (out_features,)
+        for projection in PROJECTIONS:
+            out_features = getattr(config, projection.out_features)
+            shapes[f"{layer}.{projection.name}.weight"] = (out_features, getattr(config, projection.in_features))
+            if getattr(config, projection.bias):
+                shapes[f"{layer}.{projection.name}.bias"] = (out_features,)
     return shapes
 
 
-def check_checkpoint(folder: str | Path, config: Any, quantized: Collection[str] = ()) -> dict[str, Path]:
+def check_checkpoint(folder: str | Path, config: CheckpointConfig, quantized: Collection[str] = ()) -> dict[str, Path]:
     """`checkpoint_files` after checking names and shapes against the config; reads headers only.
 
     `quantized`: the projections that NxD Inference quantized, see quantization.py.
@@ -113,9 +100,9 @@ def check_checkpoint(folder: str | Path, config: Any, quantized: Collection[str]
     return files
 
 
-def load_state_dict(folder: str | Path, config: Any) -> dict[str, torch.Tensor]:
-    """Name without prefix -> tensor, as stored; of a checkpoint quantized by NxD Inference if the config says quantized."""
-    files = check_checkpoint(folder, config, quantized_linears(config))
+def load_state_dict(folder: str | Path, config: CheckpointConfig, neuron_config: Any) -> dict[str, torch.Tensor]:
+    """Maps names without prefix to tensors as stored, of a checkpoint that NxD Inference quantized if it is `quantized`."""
+    files = check_checkpoint(folder, config, quantized_linears(config, neuron_config))
     state_dict = {}
     for file in sorted(set(files.values())):
         with safe_open(file, framework="pt") as tensors:
@@ -125,11 +112,13 @@ def load_state_dict(folder: str | Path, config: Any) -> dict[str, torch.Tensor]:
     return state_dict
 
 
-def to_neuron_state_dict(state_dict: dict[str, torch.Tensor], config: Any) -> dict[str, torch.Tensor]:
-    """The checkpoint's tensors (names without prefix) as NxD Inference's sharder takes them; changes `state_dict`."""
+def to_neuron_state_dict(
+    state_dict: dict[str, torch.Tensor], config: CheckpointConfig, neuron_config: Any
+) -> dict[str, torch.Tensor]:
+    """Makes the checkpoint's tensors (names without prefix) what NxD Inference's sharder takes; changes `state_dict`."""
     for name in [name for name in state_dict if name.endswith(LEFTOVER)]:
         del state_dict[name]
-    quantized = quantized_linears(config)
+    quantized = quantized_linears(config, neuron_config)
     _check_names(state_dict, config, "the state dict", quantized)
     for linear in quantized:  # one for all may have no dimension, and the library takes it for one per channel then
         state_dict[f"{linear}.scale"] = torch.atleast_1d(state_dict[f"{linear}.scale"])
@@ -140,41 +129,41 @@ def to_neuron_state_dict(state_dict: dict[str, torch.Tensor], config: Any) -> di
                 "lm_head.weight differs from embed_tokens.weight, but tie_word_embeddings is true: lm_head.weight is "
                 "dropped, as transformers does; set tie_word_embeddings to false to use it"
             )
-    tp_degree = config.neuron_config.tp_degree
-    plan = ShardingPlan(tp_degree, config.num_attention_heads, source_num_key_value_heads(config))
-    for layer_idx in range(config.num_hidden_layers):
-        attention = f"layers.{layer_idx}.self_attn"
-        if plan.kv_expansion > 1:
-            expand_kv_heads(state_dict, attention, plan)
-        if config.neuron_config.fused_qkv:
-            fuse_qkv(state_dict, attention)
-        for name in (f"layers.{layer_idx}.mlp.{linear}.bias" for linear in ("gate_proj", "up_proj") if config.mlp_bias):
-            # the library pads the weights beside them and not these
-            size = config.intermediate_size
-            state_dict[name] = torch.nn.functional.pad(state_dict[name], (0, padded(size, tp_degree) - size))
+    tp_degree, plan = neuron_config.tp_degree, config.plan(neuron_config.tp_degree)
+    for layer in (f"layers.{layer_idx}" for layer_idx in range(config.num_hidden_layers)):
+        for projection in PROJECTIONS:
+            linear = f"{layer}.{projection.name}"
+            if projection.out_features == "key_value_size" and plan.kv_expansion > 1:
+                expand_kv_heads(state_dict, linear, plan)
+            if projection.out_features == "intermediate_size" and config.mlp_bias:
+                # the library pads the weight beside it and not the bias
+                bias, size = state_dict[f"{linear}.bias"], config.intermediate_size
+                state_dict[f"{linear}.bias"] = torch.nn.functional.pad(bias, (0, padded(size, tp_degree) - size))
+        if neuron_config.fused_qkv:
+            fuse_qkv(state_dict, layer)
         # one tensor per key: safetensors refuses names that share memory
-        state_dict[f"{attention}.rank_util.rank"] = torch.arange(tp_degree, dtype=torch.int32)
+        state_dict[f"{layer}.self_attn.rank_util.rank"] = torch.arange(tp_degree, dtype=torch.int32)
     state_dict["rank_util.rank"] = torch.arange(tp_degree, dtype=torch.int32)
-    if config.neuron_config.vocab_parallel:
+    if neuron_config.vocab_parallel:
         state_dict["embed_tokens.rank_util.rank"] = torch.arange(tp_degree, dtype=torch.int32)
     return state_dict
 
 
-def expand_kv_heads(state_dict: dict[str, torch.Tensor], attention: str, plan: ShardingPlan) -> None:
-    """Each KV head once per query head that reads it: whole heads, in the order of the query heads."""
-    for name in (f"{proj}.{kind}" for proj in ("k_proj", "v_proj") for kind in ("weight", "bias", "scale")):
-        tensor = state_dict.get(f"{attention}.{name}")
+def expand_kv_heads(state_dict: dict[str, torch.Tensor], linear: str, plan: ShardingPlan) -> None:
+    """Repeats each KV head of k_proj or v_proj once per query head that reads it, in the order of the query heads."""
+    for name in (f"{linear}.{kind}" for kind in ("weight", "bias", "scale")):
+        tensor = state_dict.get(name)
         if tensor is not None and len(tensor) > 1:
             heads = tensor.unflatten(0, (plan.num_key_value_heads, -1))
-            state_dict[f"{attention}.{name}"] = heads.repeat_interleave(plan.kv_expansion, dim=0).flatten(0, 1)
+            state_dict[name] = heads.repeat_interleave(plan.kv_expansion, dim=0).flatten(0, 1)
 
 
-def fuse_qkv(state_dict: dict[str, torch.Tensor], attention: str) -> None:
+def fuse_qkv(state_dict: dict[str, torch.Tensor], layer: str) -> None:
     """q_proj, k_proj and v_proj become Wqkv: their rows one after the other."""
     for kind in ("weight", "bias", "scale"):
-        names = [f"{attention}.{proj}.{kind}" for proj in ("q_proj", "k_proj", "v_proj")]
+        names = [f"{layer}.{projection.name}.{kind}" for projection in QKV]
         if names[0] in state_dict:
-            state_dict[f"{attention}.Wqkv.{kind}"] = torch.cat([state_dict.pop(name) for name in names])
+            state_dict[f"{layer}.self_attn.Wqkv.{kind}"] = torch.cat([state_dict.pop(name) for name in names])
 
 
 def _plain(name: str) -> str:
@@ -189,7 +178,7 @@ def _names_in(file: Path) -> list[str]:
         raise SmolLM3Error(f"{file}: not a whole safetensors file ({error}); download it again") from None
 
 
-def _check_names(names: Any, config: Any, where: str, quantized: Collection[str]) -> None:
+def _check_names(names: Collection[str], config: CheckpointConfig, where: str, quantized: Collection[str]) -> None:
     expected = [*expected_shapes(config), *sorted(f"{linear}.scale" for linear in quantized)]
     allowed = {*expected, "lm_head.weight"}
     missing = [name for name in expected if name not in names]

@@ -4,9 +4,10 @@ The rules are NxD Inference's (`modules/attention/gqa.py` and its parallel layer
 """
 
 from dataclasses import dataclass
-from typing import Any
 
-from ..model.heads import ShardingPlan, padded, source_num_key_value_heads
+from ..model.config import CheckpointConfig
+from ..model.heads import padded
+from .projections import PROJECTIONS
 
 # (first, length) along the cut dimension; first None: padding
 Span = tuple[int | None, int]
@@ -31,73 +32,69 @@ class Output:
 
 
 def rank_outputs(
-    config: Any, rank: int, tp_degree: int, *, fused_qkv: bool = False, vocab_parallel: bool = False
+    config: CheckpointConfig, rank: int, tp_degree: int, *, fused_qkv: bool = False, vocab_parallel: bool = False
 ) -> list[Output]:
-    """Every tensor of the rank's shard file, in no order. `config` has the values of hf_config.py as attributes."""
-    plan = ShardingPlan(tp_degree, config.num_attention_heads, source_num_key_value_heads(config))
-    hidden, head_dim = config.hidden_size, config.head_dim
-    outputs = []
-
-    def add(name: str, shape: tuple[int, ...], *parts: Part) -> None:
-        outputs.append(Output(name, shape, parts))
-
-    def whole(name: str, target: str | None = None) -> None:
-        add(target or name, (hidden,), Part(name, 0, ((0, hidden),)))
-
-    def cut(name: str, source: str, dim: int, size: int, other: int) -> None:
-        length = padded(size, tp_degree) // tp_degree
-        spans = _within(rank * length, length, size)
-        shape = (length,) if other == 0 else (length, other) if dim == 0 else (other, length)
-        add(name, shape, Part(source, dim, spans))
-
-    embed = "embed_tokens.weight"
+    """Lists every tensor of the rank's shard file, in no order."""
+    spans = _spans(config, rank, tp_degree)
+    hidden, vocab = config.hidden_size, config.vocab_size
+    embedding_dim, embedding_features = (0, "vocab_size") if vocab_parallel else (1, "hidden_size")
+    outputs = [
+        _cut("embed_tokens.weight", (vocab, hidden), embedding_dim, spans[embedding_features]),
+        # where embeddings are tied, whoever reads the checkpoint takes them for the head
+        _cut("lm_head.weight", (vocab, hidden), 0, spans["vocab_size"]),
+        _cut("norm.weight", (hidden,)),
+        Output("rank_util.rank", (1,), ()),
+    ]
     if vocab_parallel:
-        cut(embed, embed, 0, config.vocab_size, hidden)
-        add("embed_tokens.rank_util.rank", (1,))
-    else:
-        cut(embed, embed, 1, hidden, config.vocab_size)
-    cut(
-        "lm_head.weight", "lm_head.weight", 0, config.vocab_size, hidden
-    )  # of tied embeddings: whoever reads takes them
-    whole("norm.weight")
-    add("rank_util.rank", (1,))
-
-    q_spans, kv_spans = _heads(plan.query_heads(rank), head_dim), _heads(plan.key_value_heads(rank), head_dim)
-    q_size, kv_size = len(q_spans) * head_dim, len(kv_spans) * head_dim
-    qkv = (("q_proj", q_spans, q_size), ("k_proj", kv_spans, kv_size), ("v_proj", kv_spans, kv_size))
-    for layer_idx in range(config.num_hidden_layers):
-        layer = f"layers.{layer_idx}"
-        whole(f"{layer}.input_layernorm.weight")
-        whole(f"{layer}.post_attention_layernorm.weight")
-        add(f"{layer}.self_attn.rank_util.rank", (1,))
-        for kind, columns in (("weight", (hidden,)), *([("bias", ())] if config.attention_bias else [])):
-            parts = {name: Part(f"{layer}.self_attn.{name}.{kind}", 0, spans) for name, spans, _ in qkv}
-            if fused_qkv:
-                add(f"{layer}.self_attn.qkv_proj.Wqkv.{kind}", (q_size + 2 * kv_size, *columns), *parts.values())
-            else:
-                for name, _, size in qkv:
-                    add(f"{layer}.self_attn.qkv_proj.{name}.{kind}", (size, *columns), parts[name])
-        o_proj = f"{layer}.self_attn.o_proj"
-        add(f"{o_proj}.o_proj.weight", (hidden, q_size), Part(f"{o_proj}.weight", 1, q_spans))
-        if config.attention_bias:
-            whole(f"{o_proj}.bias", f"{o_proj}.o_proj.bias")
-        for name in ("gate_proj", "up_proj"):
-            linear = f"{layer}.mlp.{name}"
-            cut(f"{linear}.weight", f"{linear}.weight", 0, config.intermediate_size, hidden)
-            if config.mlp_bias:
-                cut(f"{linear}.bias", f"{linear}.bias", 0, config.intermediate_size, 0)
-        cut(f"{layer}.mlp.down_proj.weight", f"{layer}.mlp.down_proj.weight", 1, config.intermediate_size, hidden)
-        if config.mlp_bias:
-            whole(f"{layer}.mlp.down_proj.bias")
+        outputs.append(Output("embed_tokens.rank_util.rank", (1,), ()))
+    for layer in (f"layers.{layer_idx}" for layer_idx in range(config.num_hidden_layers)):
+        outputs += [
+            _cut(f"{layer}.input_layernorm.weight", (hidden,)),
+            _cut(f"{layer}.post_attention_layernorm.weight", (hidden,)),
+            Output(f"{layer}.self_attn.rank_util.rank", (1,), ()),
+            *_projection_outputs(config, layer, spans, fused_qkv),
+        ]
     return outputs
 
 
-def _within(first: int, length: int, size: int) -> tuple[Span, ...]:
-    """`length` places from `first` of a dimension of `size`; what lies beyond it is padding."""
-    inside = max(0, min(length, size - first))
-    spans = ((first, inside), (None, length - inside))
-    return tuple(span for span in spans if span[1])
+def _spans(config: CheckpointConfig, rank: int, tp_degree: int) -> dict[str, tuple[Span, ...]]:
+    """Maps the config's name of a size to what the rank holds of a dimension of that size, where it is cut."""
+    spans = {}
+    for name in ("hidden_size", "intermediate_size", "vocab_size"):
+        size = getattr(config, name)
+        length = padded(size, tp_degree) // tp_degree
+        first = rank * length
+        inside = max(0, min(length, size - first))
+        spans[name] = tuple(span for span in ((first, inside), (None, length - inside)) if span[1])
+    plan, head_dim = config.plan(tp_degree), config.head_dim
+    for name, heads in (("query_size", plan.query_heads(rank)), ("key_value_size", plan.key_value_heads(rank))):
+        spans[name] = tuple((None if head is None else head * head_dim, head_dim) for head in heads)
+    return spans
 
 
-def _heads(heads: list[int | None], head_dim: int) -> tuple[Span, ...]:
-    return tuple((None if head is None else head * head_dim, head_dim) for head in heads)
+def _cut(source: str, sizes: tuple[int, ...], dim: int = 0, spans: tuple[Span, ...] | None = None) -> Output:
+    """Cuts a tensor of the checkpoint, which has these sizes, to `spans` of dimension `dim`; None leaves it whole."""
+    spans = spans or ((0, sizes[dim]),)
+    length = sum(length for _, length in spans)
+    return Output(source, (*sizes[:dim], length, *sizes[dim + 1 :]), (Part(source, dim, spans),))
+
+
+def _projection_outputs(
+    config: CheckpointConfig, layer: str, spans: dict[str, tuple[Span, ...]], fused_qkv: bool
+) -> list[Output]:
+    stacks: dict[str, list[Output]] = {}  # with fused_qkv three of the checkpoint's tensors have one name
+    for projection in PROJECTIONS:
+        source, name = f"{layer}.{projection.name}", f"{layer}.{projection.neuron_name(fused_qkv)}"
+        sizes = getattr(config, projection.out_features), getattr(config, projection.in_features)
+        cut = spans[projection.cut_features]
+        stacks.setdefault(f"{name}.weight", []).append(_cut(f"{source}.weight", sizes, projection.cut_dim, cut))
+        if getattr(config, projection.bias):
+            of_bias = cut if projection.cut_dim == 0 else None
+            stacks.setdefault(f"{name}.bias", []).append(_cut(f"{source}.bias", sizes[:1], 0, of_bias))
+    return [_stacked(name, outputs) for name, outputs in stacks.items()]
+
+
+def _stacked(name: str, outputs: list[Output]) -> Output:
+    """Puts the outputs one below the other."""
+    length = sum(output.shape[0] for output in outputs)
+    return Output(name, (length, *outputs[0].shape[1:]), tuple(part for output in outputs for part in output.parts))

@@ -17,71 +17,83 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from ..model.config import CheckpointConfig
+from ..model.dtypes import DTYPES, QUANTIZATION_DTYPES
 from .adapter import Adapter
-from .checkpoint import PREFIX, check_checkpoint
+from .checkpoint import check_checkpoint
+from .files import PREFIX, SHARD_FILE
 from .lazy_rows import QuantizedRows
 from .quantization import is_quantized, quantized_linears, with_scales
 from .rank_layout import Output, Part, rank_outputs
 
-SHARD_FILE = "tp{rank}_sharded_checkpoint.safetensors"
 CHUNK = 1 << 20  # bytes; small enough that the checksum reads from the cache what was just converted
-DTYPE_NAMES = {
-    torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.int32: "I32",
-    torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3",
-}  # fmt: skip
+DTYPE_NAMES = {getattr(torch, name): dtype.safetensors_name for name, dtype in DTYPES.items()}
 
 
 def write_shards(
     folder: str | Path,
-    config: Any,
+    config: CheckpointConfig,
+    neuron_config: Any,
     output: str | Path,
     on_bytes: Callable[[int], None] = lambda count: None,
     adapter: Adapter | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Writes every rank's shard file to `output`, with `adapter` merged and quantized as the config asks for.
+    """Writes every rank's shard file to `output`, with `adapter` merged and quantized as the neuron config asks for.
 
     Returns "weights/" + file name -> {"size", "crc32", "header": {"size", "sha256"}}, for the artifact's manifest: a
     CRC-32 tells any flipped byte, and takes a quarter of the copy's time where a SHA-256 takes three times as much.
     `on_bytes` is called with counts of bytes as they are written, from several threads. Raises SmolLM3Error for a
     checkpoint that does not fit, OSError where the disk does not take it.
     """
-    source = _Source(check_checkpoint(folder, config), config, adapter)
+    source = _Source(check_checkpoint(folder, config), config, neuron_config, adapter)
     output = Path(output)
     output.mkdir(parents=True, exist_ok=True)
     # as many at once as there are cores: a rank's time is its copy's
-    with ThreadPoolExecutor(min(os.cpu_count() or 1, config.neuron_config.tp_degree)) as pool:
-        ranks = range(config.neuron_config.tp_degree)
-        entries = list(pool.map(lambda rank: _write_rank(source, config, rank, output, on_bytes), ranks))
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, neuron_config.tp_degree)) as pool:
+        ranks = range(neuron_config.tp_degree)
+        entries = list(
+            pool.map(
+                lambda rank: _write_rank(source, _outputs(config, neuron_config, rank), rank, output, on_bytes), ranks
+            )
+        )
     return dict(entries)
 
 
-def shard_bytes(config: Any) -> int:
+def shard_bytes(config: CheckpointConfig, neuron_config: Any) -> int:
     """Bytes of all shard files' tensors, for a progress bar."""
-    ranks = range(config.neuron_config.tp_degree)
-    return sum(_nbytes(output, dtype) for rank in ranks for output, dtype in _outputs(config, rank))
+    ranks = range(neuron_config.tp_degree)
+    return sum(_nbytes(output, dtype) for rank in ranks for output, dtype in _outputs(config, neuron_config, rank))
 
 
-def _outputs(config: Any, rank: int) -> list[tuple[Output, torch.dtype]]:
-    """With their dtypes, in the order of the safetensors library: widest dtype first, then by name."""
-    of = config.neuron_config
-    outputs = rank_outputs(config, rank, of.tp_degree, fused_qkv=of.fused_qkv, vocab_parallel=of.vocab_parallel)
-    linears = quantized_linears(config)
-    found = []
-    for output in with_scales(outputs, linears, of.quantization_type == "per_channel_symmetric"):
+def _outputs(config: CheckpointConfig, neuron_config: Any, rank: int) -> list[tuple[Output, torch.dtype]]:
+    """Lists a rank's tensors with their dtypes, in the order of the safetensors library: widest dtype first, then by name."""
+    outputs = rank_outputs(
+        config,
+        rank,
+        neuron_config.tp_degree,
+        fused_qkv=neuron_config.fused_qkv,
+        vocab_parallel=neuron_config.vocab_parallel,
+    )
+    linears = quantized_linears(config, neuron_config)
+    typed = []
+    for output in with_scales(outputs, linears, neuron_config.quantization_type == "per_channel_symmetric"):
         if not output.parts:
             dtype = torch.int32
         elif is_quantized(output, linears):
-            dtype = torch.int8 if of.quantization_dtype == "int8" else torch.float8_e4m3fn
+            dtype = getattr(torch, QUANTIZATION_DTYPES[neuron_config.quantization_dtype])
         else:
-            dtype = torch.float32 if output.name.endswith(".scale") else of.torch_dtype
-        found.append((output, dtype))
-    return sorted(found, key=lambda o: (-o[1].itemsize, not o[0].parts, o[0].name))
+            dtype = torch.float32 if output.name.endswith(".scale") else neuron_config.torch_dtype
+        typed.append((output, dtype))
+    return sorted(typed, key=lambda o: (-o[1].itemsize, not o[0].parts, o[0].name))
 
 
 def _write_rank(
-    source: "_Source", config: Any, rank: int, folder: Path, on_bytes: Callable[[int], None]
+    source: "_Source",
+    outputs: list[tuple[Output, torch.dtype]],
+    rank: int,
+    folder: Path,
+    on_bytes: Callable[[int], None],
 ) -> tuple[str, dict[str, Any]]:
-    outputs = _outputs(config, rank)
     path = folder / SHARD_FILE.format(rank=rank)
     crc32 = 0
     with open(path, "wb", buffering=0) as file:
@@ -111,24 +123,27 @@ def _write_rank(
 class _Source:
     """The checkpoint's tensors by their names without prefix, on the mapped files: merged and quantized row by row."""
 
-    def __init__(self, files: dict[str, Path], config: Any, adapter: Adapter | None):
+    def __init__(self, files: dict[str, Path], config: CheckpointConfig, neuron_config: Any, adapter: Adapter | None):
         self.files = files
         self.names = {name.removeprefix(PREFIX): name for name in files}
         if config.tie_word_embeddings:
             self.names["lm_head.weight"] = self.names["embed_tokens.weight"]
         self.open = {file: safe_open(file, framework="pt") for file in set(files.values())}
-        self.adapter, self.linears, self.of = adapter, quantized_linears(config), config.neuron_config
+        self.adapter, self.neuron_config = adapter, neuron_config
+        self.linears = quantized_linears(config, neuron_config)
         self.quantized: dict[str, QuantizedRows] = {}
         self.lock = threading.Lock()
 
     def __getitem__(self, name: str) -> Any:
         linear, _, kind = name.rpartition(".")
         if linear not in self.linears or kind == "bias":
-            return self._merged(name, self.of.torch_dtype)
+            return self._merged(name, self.neuron_config.torch_dtype)
         with self.lock:  # the scales are computed once for all ranks
             if linear not in self.quantized:
                 weight = self._merged(f"{linear}.weight", torch.float32)
-                self.quantized[linear] = QuantizedRows(weight, self.of.quantization_type, self.of.quantization_dtype)
+                self.quantized[linear] = QuantizedRows(
+                    weight, self.neuron_config.quantization_type, self.neuron_config.quantization_dtype
+                )
         return self.quantized[linear] if kind == "weight" else self.quantized[linear].scale
 
     def _merged(self, name: str, dtype: torch.dtype) -> Any:

@@ -1,30 +1,23 @@
 import json
 import logging
-from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from smollm3_neuron.artifact.settings import Settings
 from smollm3_neuron.errors import SmolLM3Error
+from smollm3_neuron.model.config import CheckpointConfig, resolve_config
 from smollm3_neuron.weights import checkpoint
+from smollm3_neuron.weights.files import INDEX_FILE
 
 
-def config(tp_degree=1, fused_qkv=False, vocab_parallel=False, **changes) -> SimpleNamespace:
+def config(**changes) -> CheckpointConfig:
     values = dict(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        vocab_size=50,
-        attention_bias=False,
-        mlp_bias=False,
-        tie_word_embeddings=True,
-    )
-    neuron_config = SimpleNamespace(tp_degree=tp_degree, fused_qkv=fused_qkv, vocab_parallel=vocab_parallel)
-    return SimpleNamespace(**{**values, **changes}, neuron_config=neuron_config)
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=50, max_position_embeddings=64, rms_norm_eps=1e-6, hidden_act="silu", rope_theta=1e4,
+    )  # fmt: skip
+    return resolve_config({**values, **changes})
 
 
 def tensors(config) -> dict[str, torch.Tensor]:
@@ -43,7 +36,7 @@ def save(folder, state_dict, shards=1, prefix="model.") -> None:
         part = dict(list(named.items())[shard::shards])
         save_file(part, folder / file)
         weight_map |= {name: file for name in part}
-    (folder / checkpoint.INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
 
 
 @pytest.mark.parametrize("shards", [1, 3])
@@ -53,7 +46,7 @@ def test_what_was_saved_is_loaded(tmp_path, shards, prefix, changes):
     cfg = config(**changes)
     saved = tensors(cfg)
     save(tmp_path, saved, shards, prefix)
-    loaded = checkpoint.load_state_dict(tmp_path, cfg)
+    loaded = checkpoint.load_state_dict(tmp_path, cfg, Settings())
     assert loaded.keys() == saved.keys()
     assert all(torch.equal(loaded[name], saved[name]) for name in saved)
 
@@ -62,7 +55,7 @@ def test_a_stray_single_file_beside_an_index_is_not_taken(tmp_path):
     cfg = config()
     save(tmp_path, tensors(cfg), shards=2)
     save(tmp_path, {name: tensor + 1 for name, tensor in tensors(cfg).items()})
-    loaded = checkpoint.load_state_dict(tmp_path, cfg)
+    loaded = checkpoint.load_state_dict(tmp_path, cfg, Settings())
     assert torch.equal(loaded["norm.weight"], tensors(cfg)["norm.weight"])
 
 
@@ -85,7 +78,7 @@ def test_faults_of_files_are_named(tmp_path):
     second.write_bytes((tmp_path / "model-00001-of-00002.safetensors").read_bytes())
     with pytest.raises(SmolLM3Error, match="is not in it, but model.safetensors.index.json says so"):
         checkpoint.check_checkpoint(tmp_path, cfg)
-    (tmp_path / checkpoint.INDEX).write_text("{}")
+    (tmp_path / INDEX_FILE).write_text("{}")
     with pytest.raises(SmolLM3Error, match="not a weight index"):
         checkpoint.check_checkpoint(tmp_path, cfg)
 
@@ -129,7 +122,7 @@ def test_quantized_tensors_are_recognised(tmp_path, tensor, name):
 def test_leftovers_of_old_versions_are_dropped(tmp_path):
     cfg = config()
     save(tmp_path, {**tensors(cfg), "layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
-    converted = checkpoint.to_neuron_state_dict(checkpoint.load_state_dict(tmp_path, cfg), cfg)
+    converted = checkpoint.to_neuron_state_dict(checkpoint.load_state_dict(tmp_path, cfg, Settings()), cfg, Settings())
     assert not [name for name in converted if "inv_freq" in name]
 
 
@@ -139,7 +132,7 @@ def test_a_head_beside_tied_embeddings(same, caplog):
     state_dict = tensors(cfg)
     state_dict["lm_head.weight"] = state_dict["embed_tokens.weight"] + (0 if same else 1)
     with caplog.at_level(logging.WARNING, logger="Neuron"):
-        converted = checkpoint.to_neuron_state_dict(state_dict, cfg)
+        converted = checkpoint.to_neuron_state_dict(state_dict, cfg, Settings())
     assert "lm_head.weight" not in converted  # update_state_dict_for_tied_weights writes it
     assert [record for record in caplog.records if "dropped" in record.message] == [] if same else caplog.records
 
@@ -147,9 +140,9 @@ def test_a_head_beside_tied_embeddings(same, caplog):
 @pytest.mark.parametrize("fused_qkv", [False, True])
 @pytest.mark.parametrize("tp_degree, repeats", [(1, 1), (2, 1), (4, 1), (3, 2), (8, 1)])
 def test_kv_heads_are_expanded_only_where_tp_cannot_shard_them(tp_degree, repeats, fused_qkv):
-    cfg = config(tp_degree, fused_qkv, attention_bias=True)
+    cfg = config(attention_bias=True)
     before = tensors(cfg)
-    after = checkpoint.to_neuron_state_dict(dict(before), cfg)
+    after = checkpoint.to_neuron_state_dict(dict(before), cfg, Settings(tp_degree, fused_qkv=fused_qkv))
     for kind in ("weight", "bias"):
         q, k, v = (before[f"layers.1.self_attn.{name}_proj.{kind}"] for name in "qkv")
         heads = [head for head in k.split(8) for _ in range(repeats)]

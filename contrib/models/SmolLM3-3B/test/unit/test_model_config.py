@@ -1,11 +1,12 @@
 import json
+from dataclasses import asdict
 
 import pytest
 from transformers import SmolLM3Config
 
 from smollm3_neuron.errors import SmolLM3Error
 from smollm3_neuron.machine.locate import SMOLLM3_3B
-from smollm3_neuron.model.config import longest_sequence, read_config, resolve_config
+from smollm3_neuron.model.config import read_config, resolve_config
 
 RAW = SMOLLM3_3B
 
@@ -20,8 +21,8 @@ def write(folder, raw) -> None:
 
 def test_the_3b():
     resolved = resolve_config(RAW)
-    assert [i for i, flag in enumerate(resolved["no_rope_layers"]) if not flag] == [3, 7, 11, 15, 19, 23, 27, 31, 35]
-    assert (resolved["head_dim"], resolved["rope_theta"], resolved["rope_scaling"]) == (128, 5e6, None)
+    assert [i for i, flag in enumerate(resolved.no_rope_layers) if not flag] == [3, 7, 11, 15, 19, 23, 27, 31, 35]
+    assert (resolved.head_dim, resolved.rope_theta, resolved.rope_scaling) == (128, 5e6, None)
 
 
 @pytest.mark.parametrize(
@@ -41,12 +42,12 @@ def test_the_schedule_is_transformers(changes, given):
     raw = without(*([] if given or "no_rope_layers" in changes else ["no_rope_layers"]), **changes)
     arguments = {name: value for name, value in raw.items() if value is not None}
     expected = SmolLM3Config(**arguments).no_rope_layers[:36]
-    assert resolve_config(raw)["no_rope_layers"] == [int(flag) for flag in expected]
+    assert resolve_config(raw).no_rope_layers == [int(flag) for flag in expected]
 
 
 def test_resolving_twice_changes_nothing():
     once = resolve_config(RAW)
-    assert resolve_config({**RAW, **once}) == once
+    assert resolve_config({**RAW, **asdict(once)}) == once
 
 
 @pytest.mark.parametrize(
@@ -62,7 +63,7 @@ def test_resolving_twice_changes_nothing():
 )
 def test_spellings_of_rope(raw, theta):
     resolved = resolve_config(raw)
-    assert (resolved["rope_theta"], resolved["rope_scaling"]) == (theta, None)
+    assert (resolved.rope_theta, resolved.rope_scaling) == (theta, None)
 
 
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 65536}
@@ -79,8 +80,8 @@ YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 
 )
 def test_spellings_of_yarn(raw):
     resolved = resolve_config(raw)
-    assert (resolved["rope_theta"], resolved["rope_scaling"]) == (5e6, YARN)
-    assert resolve_config({**raw, **resolved}) == resolved and longest_sequence(resolved) == 131072
+    assert (resolved.rope_theta, resolved.rope_scaling) == (5e6, YARN)
+    assert resolve_config({**raw, **asdict(resolved)}) == resolved and resolved.longest_sequence == 131072
 
 
 WINDOW = {"use_sliding_window": True, "sliding_window": 4096}
@@ -93,8 +94,8 @@ def test_layer_types_are_transformers(changes):
     raw = without("layer_types", **changes)
     expected = SmolLM3Config(**{name: value for name, value in raw.items() if value is not None}).layer_types
     resolved = resolve_config(raw)
-    assert resolved["layer_types"] == expected and resolve_config({**raw, **resolved}) == resolved
-    assert resolved["sliding_window"] == (4096 if raw["use_sliding_window"] else None)
+    assert resolved.layer_types == expected and resolve_config({**raw, **asdict(resolved)}) == resolved
+    assert resolved.sliding_window == (4096 if raw["use_sliding_window"] else None)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +184,7 @@ def test_no_file(tmp_path):
 
 
 def test_head_dim_that_is_not_hidden_over_heads():
-    assert resolve_config(without(head_dim=72, num_attention_heads=12))["head_dim"] == 72
+    assert resolve_config(without(head_dim=72, num_attention_heads=12)).head_dim == 72
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,3 @@
-from types import SimpleNamespace
-
 import pytest
 
 from smollm3_neuron.errors import SmolLM3Error
@@ -8,7 +6,7 @@ from smollm3_neuron.machine.roofline import INSTANCES, Estimate, check_tp_degree
 from smollm3_neuron.model.config import resolve_config
 from smollm3_neuron.weights.rank_layout import rank_outputs
 
-CONFIG = SimpleNamespace(**resolve_config(SMOLLM3_3B))
+CONFIG = resolve_config(SMOLLM3_3B)
 
 
 def estimate(tp_degree=2, seq_len=128, **changes) -> Estimate:

@@ -1,13 +1,13 @@
 """Scaled rotary embeddings against transformers, and how far either is from float64."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from transformers import SmolLM3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.smollm3.modeling_smollm3 import SmolLM3RotaryEmbedding
 
+from smollm3_neuron.machine.locate import SMOLLM3_3B
+from smollm3_neuron.model.config import resolve_config
 from smollm3_neuron.model.rope import ScaledRotaryEmbedding
 
 SCALINGS = {
@@ -27,7 +27,7 @@ SCALINGS = {
 
 def configs(scaling, head_dim=128):
     values = dict(rope_theta=5e6, rope_scaling=dict(scaling), max_position_embeddings=65536, head_dim=head_dim)
-    return SimpleNamespace(hidden_size=2048, num_attention_heads=16, **values), SmolLM3Config(**values)
+    return resolve_config({**SMOLLM3_3B, **values}), SmolLM3Config(**values)
 
 
 @pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
@@ -74,7 +74,8 @@ def test_without_scaling_they_are_neither(capsys):
 
     values = dict(rope_theta=5e6, rope_scaling=None, max_position_embeddings=65536, head_dim=128)
     inv_freq = 5e6 ** -(torch.arange(0, 128, 2, dtype=torch.float64) / 128)
-    ours, theirs = get_rotary_embedding(SimpleNamespace(**values)), SmolLM3RotaryEmbedding(SmolLM3Config(**values))
+    ours = get_rotary_embedding(resolve_config({**SMOLLM3_3B, **values}))
+    theirs = SmolLM3RotaryEmbedding(SmolLM3Config(**values))
     found = errors(ours, theirs, inv_freq, 1.0)
     report(found, capsys)
     assert found[0] <= found[1]
