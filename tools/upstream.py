@@ -30,11 +30,9 @@ PART = (
     "src/generate/generation.py",
     "src/check/__init__.py",
     "src/check/reference.py",
-    "test/__init__.py",
     "test/conftest.py",
     "test/integration",
     "test/tiny",
-    "test/unit/__init__.py",
     "test/unit/test_checkpoint.py",
     "test/unit/test_generation.py",
     "test/unit/test_model_config.py",
@@ -42,6 +40,9 @@ PART = (
     "test/unit/test_rope.py",
     "test/unit/test_switches.py",
 )
+
+# the contrib models' tests are packages; here that would give two modules the name `test.conftest`
+EMPTY = ("test/__init__.py", "test/integration/__init__.py", "test/unit/__init__.py")
 
 
 def copy_part(folder: Path) -> None:
@@ -53,6 +54,8 @@ def copy_part(folder: Path) -> None:
             shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copyfile(source, target)
+    for name in EMPTY:
+        (folder / name).touch()
 
 
 def main() -> None:
