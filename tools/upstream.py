@@ -20,6 +20,8 @@ PART = (
     "src/model",
     "src/weights/__init__.py",
     "src/weights/checkpoint.py",
+    "src/weights/files.py",
+    "src/weights/projections.py",
     "src/weights/rank_layout.py",
     "src/weights/quantization.py",
     # a `lora_config` is checked by them
