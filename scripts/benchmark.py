@@ -27,10 +27,10 @@ from smollm3_neuron.artifact.build import compile_artifact
 from smollm3_neuron.artifact.folder import open_artifact
 from smollm3_neuron.artifact.settings import Settings
 from smollm3_neuron.errors import SmolLM3Error
-from smollm3_neuron.machine.locate import SMOLLM3_3B
 from smollm3_neuron.machine.preflight import choose_place
 from smollm3_neuron.machine.roofline import FLOPS, HBM_BANDWIDTH, Estimate
 from smollm3_neuron.model.config import read_config
+from smollm3_neuron.model.smollm3_3b import SMOLLM3_3B
 
 SHAPES = {
     "small": dict(

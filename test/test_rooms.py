@@ -127,7 +127,8 @@ def test_what_the_model_file_loads():
     loaded = loaded_by(f"{PACKAGE}.modeling_smollm3_3b", f"sys.path.append({str(nxd_cpu_folder())!r})")
     assert loaded == {
         "", "errors", "modeling_smollm3_3b",
-        "model", "model.config", "model.dtypes", "model.heads", "model.releases", "model.rope", "model.switches", "model.windows",
+        "model", "model.config", "model.dtypes", "model.heads", "model.releases", "model.rope", "model.switches",
+        "model.windows",
         "weights", "weights.checkpoint", "weights.files", "weights.projections", "weights.quantization",
         "weights.rank_layout",
     }  # fmt: skip

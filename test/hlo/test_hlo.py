@@ -22,9 +22,9 @@ from transformers import LlamaConfig, SmolLM3ForCausalLM
 from neuron_hlo.checks import faults
 from smollm3_neuron.artifact.settings import Settings
 from smollm3_neuron.check.reference import load_reference
-from smollm3_neuron.machine.locate import SMOLLM3_3B
 from smollm3_neuron.machine.roofline import Estimate
 from smollm3_neuron.model.config import read_config
+from smollm3_neuron.model.smollm3_3b import SMOLLM3_3B
 
 pytestmark = pytest.mark.hlo
 SAFETENSORS = {"I32": "S32", "I8": "S8", "F8_E4M3": "F8E4M3FN"}  # the names that differ from HLO's

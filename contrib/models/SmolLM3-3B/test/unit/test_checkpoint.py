@@ -3,9 +3,9 @@ import logging
 
 import pytest
 import torch
+from neuronx_distributed_inference.models.config import NeuronConfig
 from safetensors.torch import save_file
 
-from smollm3_neuron.artifact.settings import Settings
 from smollm3_neuron.errors import SmolLM3Error
 from smollm3_neuron.model.config import CheckpointConfig, resolve_config
 from smollm3_neuron.weights import checkpoint
@@ -46,7 +46,7 @@ def test_what_was_saved_is_loaded(tmp_path, shards, prefix, changes):
     cfg = config(**changes)
     saved = tensors(cfg)
     save(tmp_path, saved, shards, prefix)
-    loaded = checkpoint.load_state_dict(tmp_path, cfg, Settings())
+    loaded = checkpoint.load_state_dict(tmp_path, cfg, NeuronConfig())
     assert loaded.keys() == saved.keys()
     assert all(torch.equal(loaded[name], saved[name]) for name in saved)
 
@@ -55,7 +55,7 @@ def test_a_stray_single_file_beside_an_index_is_not_taken(tmp_path):
     cfg = config()
     save(tmp_path, tensors(cfg), shards=2)
     save(tmp_path, {name: tensor + 1 for name, tensor in tensors(cfg).items()})
-    loaded = checkpoint.load_state_dict(tmp_path, cfg, Settings())
+    loaded = checkpoint.load_state_dict(tmp_path, cfg, NeuronConfig())
     assert torch.equal(loaded["norm.weight"], tensors(cfg)["norm.weight"])
 
 
@@ -122,7 +122,7 @@ def test_quantized_tensors_are_recognised(tmp_path, tensor, name):
 def test_leftovers_of_old_versions_are_dropped(tmp_path):
     cfg = config()
     save(tmp_path, {**tensors(cfg), "layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
-    converted = checkpoint.to_neuron_state_dict(checkpoint.load_state_dict(tmp_path, cfg, Settings()), cfg, Settings())
+    converted = checkpoint.to_neuron_state_dict(checkpoint.load_state_dict(tmp_path, cfg, NeuronConfig()), cfg, NeuronConfig())
     assert not [name for name in converted if "inv_freq" in name]
 
 
@@ -132,7 +132,7 @@ def test_a_head_beside_tied_embeddings(same, caplog):
     state_dict = tensors(cfg)
     state_dict["lm_head.weight"] = state_dict["embed_tokens.weight"] + (0 if same else 1)
     with caplog.at_level(logging.WARNING, logger="Neuron"):
-        converted = checkpoint.to_neuron_state_dict(state_dict, cfg, Settings())
+        converted = checkpoint.to_neuron_state_dict(state_dict, cfg, NeuronConfig())
     assert "lm_head.weight" not in converted  # update_state_dict_for_tied_weights writes it
     assert [record for record in caplog.records if "dropped" in record.message] == [] if same else caplog.records
 
@@ -142,7 +142,7 @@ def test_a_head_beside_tied_embeddings(same, caplog):
 def test_kv_heads_are_expanded_only_where_tp_cannot_shard_them(tp_degree, repeats, fused_qkv):
     cfg = config(attention_bias=True)
     before = tensors(cfg)
-    after = checkpoint.to_neuron_state_dict(dict(before), cfg, Settings(tp_degree, fused_qkv=fused_qkv))
+    after = checkpoint.to_neuron_state_dict(dict(before), cfg, NeuronConfig(tp_degree=tp_degree, fused_qkv=fused_qkv))
     for kind in ("weight", "bias"):
         q, k, v = (before[f"layers.1.self_attn.{name}_proj.{kind}"] for name in "qkv")
         heads = [head for head in k.split(8) for _ in range(repeats)]

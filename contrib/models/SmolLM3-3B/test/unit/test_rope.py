@@ -6,9 +6,9 @@ from transformers import SmolLM3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.smollm3.modeling_smollm3 import SmolLM3RotaryEmbedding
 
-from smollm3_neuron.machine.locate import SMOLLM3_3B
 from smollm3_neuron.model.config import resolve_config
 from smollm3_neuron.model.rope import ScaledRotaryEmbedding
+from smollm3_neuron.model.smollm3_3b import SMOLLM3_3B
 
 SCALINGS = {
     "yarn as the model card has it": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 65536},
