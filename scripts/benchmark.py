@@ -27,10 +27,10 @@ from smollm3_neuron.artifact.build import compile_artifact
 from smollm3_neuron.artifact.folder import open_artifact
 from smollm3_neuron.artifact.settings import Settings
 from smollm3_neuron.errors import SmolLM3Error
-from smollm3_neuron.machine.locate import SMOLLM3_3B
 from smollm3_neuron.machine.preflight import choose_place
 from smollm3_neuron.machine.roofline import FLOPS, HBM_BANDWIDTH, Estimate
 from smollm3_neuron.model.config import read_config
+from smollm3_neuron.model.published import SMOLLM3_3B
 
 SHAPES = {
     "small": dict(
@@ -119,9 +119,9 @@ def transformers_runner(job: dict):
     import torch
     from transformers.generation.streamers import BaseStreamer
 
-    from smollm3_neuron.check.reference import load_reference
+    from smollm3_neuron.check.altered_reference import load_altered_reference
 
-    model = load_reference(job["checkpoint"], getattr(torch, job["dtype"]), job["adapter"])
+    model = load_altered_reference(job["checkpoint"], getattr(torch, job["dtype"]), job["adapter"])
 
     class Stamps(BaseStreamer):
         def __init__(self, stamp):

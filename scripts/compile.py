@@ -17,10 +17,11 @@ from tqdm import tqdm
 from smollm3_neuron.artifact.build import Callbacks, compile_artifact
 from smollm3_neuron.artifact.settings import Settings
 from smollm3_neuron.errors import SmolLM3Error
-from smollm3_neuron.machine.locate import DEFAULT_MODEL, SMOLLM3_3B, locate_model
+from smollm3_neuron.machine.locate import DEFAULT_MODEL, locate_model
 from smollm3_neuron.machine.preflight import check_device, choose_place
 from smollm3_neuron.model.config import read_config
 from smollm3_neuron.model.dtypes import QUANTIZATION_DTYPES
+from smollm3_neuron.model.published import SMOLLM3_3B
 from smollm3_neuron.vllm.serving import serve_command, settings_of_server
 from smollm3_neuron.weights.quantization import PARTS, QUANTIZATION_TYPES
 

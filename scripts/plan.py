@@ -13,7 +13,6 @@ import common
 
 from smollm3_neuron.artifact.settings import Settings
 from smollm3_neuron.errors import SmolLM3Error
-from smollm3_neuron.machine.locate import SMOLLM3_3B
 from smollm3_neuron.machine.roofline import (
     GB,
     HBM_PER_CORE,
@@ -24,6 +23,7 @@ from smollm3_neuron.machine.roofline import (
 )
 from smollm3_neuron.model.config import read_config, resolve_config
 from smollm3_neuron.model.dtypes import MODEL_DTYPES
+from smollm3_neuron.model.published import SMOLLM3_3B
 
 SHARDING_MEMORY = 1 * GB  # of the streaming sharder, at most; tools/bench_sharding.py measures it
 

@@ -21,8 +21,8 @@ sys.path.append(str(ROOT / "scripts"))
 import common
 
 from smollm3_neuron.errors import SmolLM3Error
-from smollm3_neuron.machine.locate import SMOLLM3_3B
 from smollm3_neuron.model.config import read_config
+from smollm3_neuron.model.published import SMOLLM3_3B
 
 
 def parse_args() -> argparse.Namespace:

@@ -21,10 +21,10 @@ from transformers import LlamaConfig, SmolLM3ForCausalLM
 
 from neuron_hlo.checks import faults
 from smollm3_neuron.artifact.settings import Settings
-from smollm3_neuron.check.reference import load_reference
-from smollm3_neuron.machine.locate import SMOLLM3_3B
+from smollm3_neuron.check.altered_reference import load_altered_reference
 from smollm3_neuron.machine.roofline import Estimate
 from smollm3_neuron.model.config import read_config
+from smollm3_neuron.model.published import SMOLLM3_3B
 
 pytestmark = pytest.mark.hlo
 SAFETENSORS = {"I32": "S32", "I8": "S8", "F8_E4M3": "F8E4M3FN"}  # the names that differ from HLO's
@@ -232,7 +232,7 @@ def test_tokens_equal_transformers(release, cell, lowered, checkpoints, tmp_path
 
 def dequantized(checkpoint, folder, **options):
     """The checkpoint with the values that its quantized weights stand for, its head untied."""
-    model = load_reference(checkpoint, quantized=Settings(**options))
+    model = load_altered_reference(checkpoint, quantized=Settings(**options))
     model.config.tie_word_embeddings = False
     model.save_pretrained(folder)
     return str(folder)

@@ -5,8 +5,8 @@ import pytest
 from transformers import SmolLM3Config
 
 from smollm3_neuron.errors import SmolLM3Error
-from smollm3_neuron.machine.locate import SMOLLM3_3B
 from smollm3_neuron.model.config import read_config, resolve_config
+from smollm3_neuron.model.published import SMOLLM3_3B
 
 RAW = SMOLLM3_3B
 

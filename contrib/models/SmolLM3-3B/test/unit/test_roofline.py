@@ -1,9 +1,9 @@
 import pytest
 
 from smollm3_neuron.errors import SmolLM3Error
-from smollm3_neuron.machine.locate import SMOLLM3_3B
 from smollm3_neuron.machine.roofline import INSTANCES, Estimate, check_tp_degree
 from smollm3_neuron.model.config import resolve_config
+from smollm3_neuron.model.published import SMOLLM3_3B
 from smollm3_neuron.weights.rank_layout import rank_outputs
 
 CONFIG = resolve_config(SMOLLM3_3B)

@@ -6,8 +6,8 @@ from transformers import SmolLM3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.smollm3.modeling_smollm3 import SmolLM3RotaryEmbedding
 
-from smollm3_neuron.machine.locate import SMOLLM3_3B
 from smollm3_neuron.model.config import resolve_config
+from smollm3_neuron.model.published import SMOLLM3_3B
 from smollm3_neuron.model.rope import ScaledRotaryEmbedding
 
 SCALINGS = {

@@ -4,8 +4,8 @@ import pytest
 
 from smollm3_neuron.artifact.settings import Settings
 from smollm3_neuron.errors import SmolLM3Error
-from smollm3_neuron.machine.locate import SMOLLM3_3B
 from smollm3_neuron.model.config import resolve_config
+from smollm3_neuron.model.published import SMOLLM3_3B
 
 
 def checked(**settings):
