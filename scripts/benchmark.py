@@ -119,9 +119,9 @@ def transformers_runner(job: dict):
     import torch
     from transformers.generation.streamers import BaseStreamer
 
-    from smollm3_neuron.check.reference import load_reference
+    from smollm3_neuron.check.altered_reference import load_altered_reference
 
-    model = load_reference(job["checkpoint"], getattr(torch, job["dtype"]), job["adapter"])
+    model = load_altered_reference(job["checkpoint"], getattr(torch, job["dtype"]), job["adapter"])
 
     class Stamps(BaseStreamer):
         def __init__(self, stamp):

@@ -88,7 +88,7 @@ def main() -> None:
             ),
             cases,
             args.max_new_tokens,
-            barred_token_ids=artifact.eos_token_ids(),
+            suppress_tokens=artifact.eos_token_ids(),
             pad_token_id=tokenizer.pad_token_id or 0,
             tol_map=tol_map,
             divergence_difference_tol=args.divergence_difference_tol,
@@ -97,7 +97,7 @@ def main() -> None:
         print(f"verdict: {WRONG}: {error}")
         sys.exit(1)
     print(f"{'verdict':<10}{'token match':>11}  {'margin':>7}  {'logit error':>11}  prompt -> answer")
-    for judged in report.of("prompt", "chat"):
+    for judged in report.cases_of("prompt", "chat"):
         answer = tokenizer.decode(judged.tokens).split("\n")[0]
         print(
             f"{judged.verdict:<10}{judged.match:>11.1%}  {min(judged.margins):>7.3f}  {max(judged.errors['all']):>11.1e}  "
@@ -108,7 +108,7 @@ def main() -> None:
             print(f"{judged.verdict}: {judged.case.text[:40]!r}: {judged.reason}")
     lines = summary(report, settings.torch_dtype)
     print("\n" + "\n".join(lines))
-    asked = report.of("prompt")
+    asked = report.cases_of("prompt")
     smallest = min(min(judged.margins) for judged in asked)
     last = (
         f"{sum(judged.match == 1 for judged in asked)} of {len(asked)} prompts equal to transformers' ({place}, tp_degree "
@@ -126,7 +126,7 @@ def main() -> None:
 
 
 def summary(report, dtype: str) -> list[str]:
-    chats = report.of("chat")
+    chats = report.cases_of("chat")
     errors = {name: max(max(judged.errors[name]) for judged in report.cases) for name in report.tol_map}
     text = ", ".join(f"top {name} {errors[name]:.1e} ({tolerance:.1e})" for name, tolerance in report.tol_map.items())
     numbers = report.perplexity
@@ -141,7 +141,7 @@ def summary(report, dtype: str) -> list[str]:
 
 def page(report, about: dict, lines: list[str], tokenizer) -> str:
     """HTML with the three plots inside and no other file."""
-    asked = report.of("prompt", "chat")
+    asked = report.cases_of("prompt", "chat")
     match = svg.bars(
         "Token match per prompt",
         [judged.match for judged in asked],

@@ -13,7 +13,7 @@ from transformers import SmolLM3ForCausalLM
 
 from smollm3_neuron.artifact.build import Callbacks, compile_artifact
 from smollm3_neuron.artifact.settings import Settings
-from smollm3_neuron.check.reference import load_reference
+from smollm3_neuron.check.altered_reference import load_altered_reference
 from smollm3_neuron.errors import SmolLM3Error
 from smollm3_neuron.generate.generation import generate
 from smollm3_neuron.machine.runtime import ensure_neuronx
@@ -94,7 +94,7 @@ def test_tokens_equal_pefts(case, swap, random_checkpoints, tmp_path):
     expected = tokens_of(reference)
     assert found == expected
     assert found != tokens_of(SmolLM3ForCausalLM.from_pretrained(random_checkpoints[checkpoint]))
-    assert tokens_of(load_reference(random_checkpoints[checkpoint], adapter=adapter)) == expected
+    assert tokens_of(load_altered_reference(random_checkpoints[checkpoint], adapter=adapter)) == expected
     if "tied" not in case:
         assert tokens_of(reference.merge_and_unload()) == expected
 

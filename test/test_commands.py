@@ -153,7 +153,7 @@ def test_compile_refuses_a_broken_checkpoint(checkpoint, tmp_path, what, parts):
 @pytest.mark.parametrize(
     "args, parts",
     [
-        (["1+1= " * 40], ["prompt 0 has", "takes 64", "--max-context-length"]),
+        (["1+1= " * 40], ["prompt 0 has", "max_context_length is 64"]),
         ([""], ["prompt 0 has no tokens"]),
         (["1+1=", "--tp", "4"], ["made for tp_degree 2, not 4"]),
         (["1+1=", "--max-new-tokens", "0"], ["max_new_tokens is 0"]),

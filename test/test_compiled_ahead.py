@@ -75,7 +75,7 @@ def test_the_same_tokens_and_logits(ahead, exported, prompts):
 
     assert ahead.exported_because is None and "MB of weights are too few" in exported.exported_because
     found, expected = (
-        generate(artifact.load(), prompts, NEW_TOKENS, keep_logits=True, barred_token_ids=artifact.eos_token_ids())
+        generate(artifact.load(), prompts, NEW_TOKENS, keep_logits=True, suppress_tokens=artifact.eos_token_ids())
         for artifact in (ahead, exported)
     )
     assert [row.tokens for row in found] == [row.tokens for row in expected]

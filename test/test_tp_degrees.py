@@ -29,7 +29,7 @@ def matches(folder: Path, prompts: list[list[int]], barred: list[int], settings:
     from smollm3_neuron.generate.generation import generate
 
     model = compile_artifact(folder, output, Settings(seq_len=64, torch_dtype="float32", **settings), "cpu").load()
-    results = generate(model, prompts, NEW_TOKENS, barred_token_ids=barred)
+    results = generate(model, prompts, NEW_TOKENS, suppress_tokens=barred)
     reference = load_reference(folder)
     expected = [reference_generate(reference, prompt, NEW_TOKENS, barred).tokens for prompt in prompts]
     return expected if len(expected) > 1 and [result.tokens for result in results] == expected else []
@@ -117,6 +117,6 @@ def test_the_schedule_inverted_gives_other_tokens(tp_degree, prompts, tmp_path):
     settings = Settings(tp_degree=tp_degree, seq_len=64, torch_dtype="float32")
     model = compile_artifact(folder, tmp_path / "artifact", settings, "cpu").load()
     reference, (texts, barred) = load_reference(tiny_folder()), prompts
-    for prompt, result in zip(texts, generate(model, texts, NEW_TOKENS, barred_token_ids=barred)):
+    for prompt, result in zip(texts, generate(model, texts, NEW_TOKENS, suppress_tokens=barred)):
         expected = reference_generate(reference, prompt, NEW_TOKENS, barred).tokens
         assert token_match(result.tokens, expected) < 0.9 and result.tokens != expected

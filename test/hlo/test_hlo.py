@@ -21,7 +21,7 @@ from transformers import LlamaConfig, SmolLM3ForCausalLM
 
 from neuron_hlo.checks import faults
 from smollm3_neuron.artifact.settings import Settings
-from smollm3_neuron.check.reference import load_reference
+from smollm3_neuron.check.altered_reference import load_altered_reference
 from smollm3_neuron.machine.roofline import Estimate
 from smollm3_neuron.model.config import read_config
 from smollm3_neuron.model.smollm3_3b import SMOLLM3_3B
@@ -232,7 +232,7 @@ def test_tokens_equal_transformers(release, cell, lowered, checkpoints, tmp_path
 
 def dequantized(checkpoint, folder, **options):
     """The checkpoint with the values that its quantized weights stand for, its head untied."""
-    model = load_reference(checkpoint, quantized=Settings(**options))
+    model = load_altered_reference(checkpoint, quantized=Settings(**options))
     model.config.tie_word_embeddings = False
     model.save_pretrained(folder)
     return str(folder)

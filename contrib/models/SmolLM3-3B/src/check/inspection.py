@@ -1,10 +1,10 @@
 """The model beside transformers, layer by layer and value by value, and what each layer does to positions.
 
-The models run uncompiled, one prompt in one pass, with hooks on their modules: on the CPU runtime every rank in its thread, in
-the library's own CPU mode its one rank. What a value may be off by is measured as in validation.py.
+The models run uncompiled, one prompt in one pass, with hooks on their modules: on the CPU runtime every rank in its
+thread, in the library's own CPU mode its one rank. What a value may be off by is measured as in validation.py.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,27 +16,29 @@ from torch.overrides import TorchFunctionMode
 
 from ..generate.generation import prefill_inputs
 from ..model.config import CheckpointConfig, read_config
-from .reference import load_reference
+from .altered_reference import load_altered_reference
 from .validation import ALLOWANCE, WIDER
 
-OF_LAYER = (
-    "layer_input", "attention_norm_output", "attention_queries", "attention_keys", "attention_values", "attention_scores",
-    "attention_probabilities", "attention_head_outputs", "attention_output", "layer_mid", "mlp_norm_output", "mlp_activation",
-    "mlp_neurons", "mlp_output", "layer_output",
+# in the order of the data's flow
+LAYER_VALUES = (
+    "layer_input", "attention_norm_output", "attention_queries", "attention_keys", "attention_values",
+    "attention_scores", "attention_probabilities", "attention_head_outputs", "attention_output", "layer_mid",
+    "mlp_norm_output", "mlp_activation", "mlp_neurons", "mlp_output", "layer_output",
 )  # fmt: skip
-OF_MODEL = ("final_norm_output", "lm_head_output", "logits", "next_token_probs")
+MODEL_VALUES = ("final_norm_output", "lm_head_output", "logits", "next_token_probs")
 QUERY_HEADS = (
     "attention_queries", "attention_scores", "attention_probabilities", "attention_head_outputs", "query_projection"
 )  # fmt: skip
 # the projections are not compared: what a layer does to positions is read from them
 KEY_VALUE_HEADS = ("attention_keys", "attention_values", "key_projection")
-Values = dict[tuple[int | None, str], Tensor]  # by layer (None: the model's own) and name
+Key = tuple[int | None, str]  # layer (None: the model's own) and name of a value
+Values = dict[Key, Tensor]
 
 
 class Recorder(TorchFunctionMode):
-    """Writes down one model's values while it is entered; what a rank holds of a value stays a part of it here.
+    """Writes down the values of one model, or of one rank's part of it, while it is entered.
 
-    `replaced` are inputs by layer to take instead of the layers' own, so that each of them runs alone.
+    `replaced` has, by layer, inputs to take instead of the layers' own, so that each of them runs alone.
     """
 
     def __init__(self, layers: Sequence[nn.Module], norm: nn.Module, lm_head: nn.Module):
@@ -65,25 +67,25 @@ class Recorder(TorchFunctionMode):
         self._after(lm_head, None, "lm_head_output")
 
     def _before(self, module: nn.Module, layer: int | None, name: str, replace: bool = False) -> None:
-        def hook(module, args, kwargs):
+        def record_input(module, args, kwargs):
             if replace:
                 self.layer = layer
                 if layer in self.replaced:
                     return (self.replaced[layer], *args[1:]), kwargs
             self.values[layer, name] = args[0] if args else next(iter(kwargs.values()))
 
-        self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        self._hooks.append(module.register_forward_pre_hook(record_input, with_kwargs=True))
 
     def _after(self, module: nn.Module, layer: int | None, name: str) -> None:
-        def hook(module, args, output):
+        def record_output(module, args, output):
             self.values[layer, name] = output if torch.is_tensor(output) else output[0]
 
-        self._hooks.append(module.register_forward_hook(hook))
+        self._hooks.append(module.register_forward_hook(record_output))
 
     def _around_projections(self, attention: nn.Module, layer: int) -> None:
-        """The library's attention: one module projects, and a method of it makes of that what enters the attention."""
+        """Records the library's attention: one module projects, a method makes of that what enters the attention."""
 
-        def hook(module, args, output):
+        def record_projections(module, args, output):
             self.values[layer, "query_projection"], self.values[layer, "key_projection"] = output[:2]
 
         def prepare(*args, **kwargs):
@@ -93,33 +95,35 @@ class Recorder(TorchFunctionMode):
             return output
 
         inner, attention.prep_qkv_tensors = attention.prep_qkv_tensors, prepare
-        self._hooks.append(attention.qkv_proj.register_forward_hook(hook))
+        self._hooks.append(attention.qkv_proj.register_forward_hook(record_projections))
         self._wrapped.append(attention)
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        """The attention itself is a function, not a module: its arguments are the queries, keys and values that enter it."""
+        """Records the attention itself, which is a function and no module: its arguments are what enters it."""
         output = function(*args, **(kwargs or {}))
         if function is F.scaled_dot_product_attention and self.layer is not None:
-            self._attention(*args[:3], **{key: value for key, value in (kwargs or {}).items() if key != "enable_gqa"})
+            self._record_attention(*args[:3], **(kwargs or {}))
         return output
 
-    def _attention(
+    def _record_attention(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask=None, is_causal=False, scale=None, **_
     ) -> None:
         if query.dim() != 4:
             return  # in blocks of a sliding window: no square of scores
-        keys = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-        scores = query @ keys.transpose(2, 3) * (scale or query.shape[-1] ** -0.5)
+        repeated = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+        scores = query @ repeated.transpose(2, 3) * (scale or query.shape[-1] ** -0.5)
         if is_causal:
             attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
         if attn_mask is not None:
             masked = attn_mask.logical_not() if attn_mask.dtype == torch.bool else attn_mask < 0
             scores = scores.masked_fill(masked, float("-inf"))
-        found = {"queries": query, "keys": key, "values": value, "scores": scores, "probabilities": scores.softmax(-1)}
-        for name, tensor in found.items():
+        entering = {"queries": query, "keys": key, "values": value}
+        computed = {"scores": scores, "probabilities": scores.softmax(-1)}
+        for name, tensor in (entering | computed).items():
             self.values.setdefault((self.layer, f"attention_{name}"), tensor)
 
     def close(self) -> None:
+        """Leaves the model as it was."""
         for hook in self._hooks:
             hook.remove()
         for attention in self._wrapped:
@@ -140,35 +144,46 @@ class Difference:
 
 @dataclass
 class Inspection:
-    """`differences` in the order of the data's flow; per layer RoPE as the config and as two probes have it."""
+    """What was seen: values beside transformers', and for each layer whether it applies RoPE, three times told."""
 
-    differences: dict[tuple[int | None, str], Difference]
+    differences: dict[Key, Difference]
+    """In the order of the data's flow."""
     rope_of_config: list[bool]
+    """What the config says."""
     rope_of_projections: list[bool]
+    """Whether the queries or keys that enter attention differ from the projections' outputs."""
     rope_of_spacing: list[bool]
-    broken_identity: list[int]  # layers whose output is not input + attention + MLP, to the bit
+    """Whether the layer alone is moved by other distances between the positions."""
+    broken_identity: list[int]
+    """The layers whose output is not input + attention + MLP, to the bit."""
     tree: list[str] = field(default_factory=list)
+    """The modules of a rank, see `module_tree`."""
 
     @property
-    def first(self) -> tuple[int | None, str] | None:
-        """Layer and name of the first value that differs; None: none does."""
+    def first(self) -> Key | None:
+        """Layer and name of the first value that differs, or None."""
         return next((key for key, difference in self.differences.items() if difference.is_wrong), None)
 
     @property
     def disagreeing(self) -> list[int]:
-        """Layers that behave otherwise than the config says."""
+        """The layers that behave otherwise than the config says."""
         probes = zip(self.rope_of_config, self.rope_of_projections, self.rope_of_spacing)
-        return [layer for layer, (config, *found) in enumerate(probes) if found != [config, config]]
+        return [layer for layer, (config, *probed) in enumerate(probes) if probed != [config, config]]
 
     @property
     def is_right(self) -> bool:
+        """Whether nothing differs."""
         return self.first is None and not self.disagreeing and not self.broken_identity
 
 
 @torch.no_grad()
 def inspect(app, folder: Path, prompt: Sequence[int], ranks: Any = None, adapter: str | None = None) -> Inspection:
-    """The application, on `ranks` (nxd_cpu_compiler/eager_ranks.py) or (None) in the library's CPU mode, beside the checkpoint in `folder` with the PEFT
-    adapter in that folder merged."""
+    """Runs the application on `prompt` (token ids) beside transformers' model of the checkpoint in `folder`.
+
+    `app` is a NeuronSmolLM3ForCausalLM whose weights are loaded, with its ranks in threads as `ranks` (see
+    nxd_cpu_compiler/eager_ranks.py), or, without them, in the library's CPU mode. `adapter` is the folder of a PEFT
+    adapter that is merged in both.
+    """
     config = app.config.checkpoint_config
     models = ranks.models if ranks else [app.context_encoding_model.model]
     recorders = [Recorder(model.layers, model.norm, model.lm_head) for model in models]
@@ -181,14 +196,14 @@ def inspect(app, folder: Path, prompt: Sequence[int], ranks: Any = None, adapter
             recorder.values.clear()
         app.reset()
         logits = app(**{**inputs, **changes}).logits[:1, -1:].float()
-        found = joined([recorder.values for recorder in recorders], config, len(prompt))
-        found[None, "logits"], found[None, "next_token_probs"] = logits[0], logits[0].softmax(-1)
-        return found
+        values = joined([recorder.values for recorder in recorders], config, len(prompt))
+        values[None, "logits"], values[None, "next_token_probs"] = logits[0], logits[0].softmax(-1)
+        return values
 
     ours = run()
+    layers = range(config.num_hidden_layers)
     for recorder in recorders:  # each layer alone, from here on
-        inputs_of = range(config.num_hidden_layers)
-        recorder.replaced = {layer: recorder.values[layer, "layer_input"].clone() for layer in inputs_of}
+        recorder.replaced = {layer: recorder.values[layer, "layer_input"].clone() for layer in layers}
     # every two tokens in one place, but for the last: the library reads a prompt's end off the largest position
     closer = torch.arange(len(prompt)) // 2
     closer[-1] = len(prompt) - 1
@@ -196,21 +211,23 @@ def inspect(app, folder: Path, prompt: Sequence[int], ranks: Any = None, adapter
     for recorder in recorders:
         recorder.close()
     dtype = app.neuron_config.torch_dtype
-    references = (load_reference(folder, kind, adapter) for kind in (dtype, WIDER[dtype]))
-    theirs, exact = (of_transformers(reference, prompt, config) for reference in references)
-    layers = range(config.num_hidden_layers)
+    theirs, exact = (
+        reference_values(load_altered_reference(folder, precision, adapter), prompt, config)
+        for precision in (dtype, WIDER[dtype])
+    )
     moved = [not torch.equal(spaced[layer, "attention_output"], ours[layer, "attention_output"]) for layer in layers]
     return Inspection(
-        compared(ours, theirs, exact, dtype),
-        [bool(flag) for flag in read_config(folder).no_rope_layers],
-        [rotates(ours, layer) for layer in layers],
-        moved,
-        [layer for layer in layers if not keeps_identity(ours, layer)],
-        module_tree(models[0]),
+        differences=compared(ours, theirs, exact, dtype),
+        rope_of_config=[bool(flag) for flag in read_config(folder).no_rope_layers],
+        rope_of_projections=[rotates(ours, layer) for layer in layers],
+        rope_of_spacing=moved,
+        broken_identity=[layer for layer in layers if not keeps_identity(ours, layer)],
+        tree=module_tree(models[0]),
     )
 
 
-def of_transformers(model, prompt: Sequence[int], config: CheckpointConfig) -> Values:
+def reference_values(model, prompt: Sequence[int], config: CheckpointConfig) -> Values:
+    """Returns the values of transformers' `model` for `prompt`, shaped as `joined` has them."""
     recorder = Recorder(model.model.layers, model.model.norm, model.lm_head)
     with recorder:
         logits = model(torch.tensor([list(prompt)])).logits[0, -1:]
@@ -220,19 +237,23 @@ def of_transformers(model, prompt: Sequence[int], config: CheckpointConfig) -> V
 
 
 def joined(ranks: list[Values], config: CheckpointConfig, length: int) -> Values:
-    """The whole values of one prompt of `length` tokens, without batch: heads [heads, length, ...], else [length, ...]."""
+    """Returns the whole values of one prompt of `length` tokens, from each rank's part of them.
+
+    They have no batch dimension: heads are [heads, length, ...], all else is [length, ...].
+    """
     plan, heads, kv_heads = config.plan(len(ranks)), config.num_attention_heads, config.num_key_value_heads
     whole: Values = {}
     for key, first in ranks[0].items():
         name = key[1]
         parts = [values[key][0] for values in ranks]
         if name in QUERY_HEADS or name in KEY_VALUE_HEADS:
-            count, of_rank = (heads, plan.query_heads) if name in QUERY_HEADS else (kv_heads, plan.key_value_heads)
+            is_query = name in QUERY_HEADS
+            count, heads_of = (heads, plan.query_heads) if is_query else (kv_heads, plan.key_value_heads)
             if first.dim() == 3:  # [length, heads * head_dim]
                 parts = [part.unflatten(-1, (-1, config.head_dim)).transpose(0, 1) for part in parts]
             by_head = {}
-            for rank, rows in enumerate(parts):
-                by_head |= zip(_layout(of_rank, rank, rows, count), rows)
+            for rank, part in enumerate(parts):
+                by_head |= zip(_layout(heads_of(rank), len(part), count), part)
             whole[key] = torch.stack([by_head[head] for head in range(count)])[:, :length]
             if name in ("attention_scores", "attention_probabilities"):
                 whole[key] = whole[key][..., :length]
@@ -246,48 +267,52 @@ def joined(ranks: list[Values], config: CheckpointConfig, length: int) -> Values
     return whole
 
 
-def _layout(of_rank: Callable, rank: int, rows: Tensor, count: int) -> list[int | None]:
-    """Which head each of a rank's rows is; transformers' keys may come repeated, one for each query head."""
-    layout = of_rank(rank)
-    return layout if len(layout) == len(rows) else [head // (len(rows) // count) for head in range(len(rows))]
+def _layout(layout: list[int | None], held: int, count: int) -> list[int | None]:
+    """Returns which of `count` heads each of the `held` ones is: `layout`, unless transformers repeated the keys.
+
+    Then there is one of them for each query head.
+    """
+    return layout if len(layout) == held else [head // (held // count) for head in range(held)]
 
 
-def compared(
-    ours: Values, theirs: Values, exact: Values, dtype: torch.dtype
-) -> dict[tuple[int | None, str], Difference]:
-    """By (layer, name) in the order of the data's flow. Masked scores are left out of the comparison."""
+def compared(ours: Values, theirs: Values, exact: Values, dtype: torch.dtype) -> dict[Key, Difference]:
+    """Returns by how much `ours` is off from `exact`, and by how much it may be, as `theirs` is; in the data's order.
+
+    Masked scores are left out of the comparison.
+    """
     layers = sorted({layer for layer, _ in ours if layer is not None})
-    keys = [*((layer, name) for layer in layers for name in OF_LAYER), *((None, name) for name in OF_MODEL)]
-    found = {}
+    keys = [*((layer, name) for layer in layers for name in LAYER_VALUES), *((None, name) for name in MODEL_VALUES)]
+    differences = {}
     for key in keys:
         if key not in ours or key not in theirs:
             continue
         mine, other, right = (values[key].double() for values in (ours, theirs, exact))
-        seen = right.isfinite()
+        unmasked = right.isfinite()
         if not torch.equal(mine.isneginf(), right.isneginf()):
-            found[key] = Difference(float("inf"), 0.0)
+            differences[key] = Difference(float("inf"), 0.0)
             continue
-        scale = right[seen].abs().max().clamp_min(torch.finfo(dtype).tiny)
-        error, noise = (((value - right)[seen].abs().max() / scale).item() for value in (mine, other))
-        # single values have few elements to find transformers' largest error in: as much again, and an ulp of the scale
-        found[key] = Difference(error, 2 * ALLOWANCE * noise + 4 * torch.finfo(dtype).eps)
-    return found
+        scale = right[unmasked].abs().max().clamp_min(torch.finfo(dtype).tiny)
+        error, noise = (((value - right)[unmasked].abs().max() / scale).item() for value in (mine, other))
+        # one value has few elements to look for transformers' largest error in: as much again, and an ulp of the scale
+        differences[key] = Difference(error, 2 * ALLOWANCE * noise + 4 * torch.finfo(dtype).eps)
+    return differences
 
 
 def rotates(values: Values, layer: int) -> bool:
-    """Whether the queries or keys that enter attention differ from the projections' outputs."""
+    """Tells whether the queries or keys that enter attention differ from the projections' outputs."""
     pairs = (("attention_queries", "query_projection"), ("attention_keys", "key_projection"))
     return any(not torch.equal(values[layer, entering], values[layer, projected]) for entering, projected in pairs)
 
 
 def keeps_identity(values: Values, layer: int) -> bool:
+    """Tells whether the layer's output is its input + attention + MLP, to the bit."""
     mid = values[layer, "layer_input"] + values[layer, "attention_output"]
     output = mid + values[layer, "mlp_output"]
     return torch.equal(mid, values[layer, "layer_mid"]) and torch.equal(output, values[layer, "layer_output"])
 
 
 def module_tree(model: nn.Module) -> list[str]:
-    """One line per module of a rank: its name, class and weights' shapes. Layers that are built alike are written once."""
+    """Returns one line for each module of a rank: its name, class and weights' shapes; equal layers are told once."""
 
     def lines_of(module: nn.Module, name: str, depth: int) -> list[str]:
         own = ", ".join(f"{key} {list(p.shape)}" for key, p in module.named_parameters(recurse=False))

@@ -1,7 +1,7 @@
-"""Prefill and decode by calling the model itself: NxDI's generation adapter is broken in the public 0.7 and 0.8 sources.
+"""Prefill and decode by calling the model itself, as NxDI's own adapter fails in the public 0.7 and 0.8 sources.
 
-Sampling is transformers' logits processors. Every prompt has a generator of its own, so that in a batch it gets the
-tokens that it gets alone.
+Sampling is transformers' logits processors. Every prompt has a random generator of its own, so that in a batch it gets
+the tokens that it gets alone.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,10 @@ class NotANumber(RuntimeError):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen; temperature 0 is greedy. `seed` makes it repeat."""
+    """How the next token is chosen: temperature 0 is greedy, and with the same `seed` the same tokens come again.
+
+    Raises SmolLM3Error for a value that is out of its range.
+    """
 
     temperature: float = 0.0
     top_k: int | None = None
@@ -42,13 +45,13 @@ class Sampling:
             raise SmolLM3Error(f"seed is {self.seed}, allowed is a whole number from 0 to 2**63 - 1")
 
     def on_device_params(self, global_topk: int) -> list[float]:
-        """top_k, top_p and temperature as the library's `sampling_params` wants them."""
+        """Returns top_k, top_p and temperature as the library's `sampling_params` wants them."""
         if self.temperature == 0:
             return [1, 1.0, 1.0]
         return [min(self.top_k or global_topk, global_topk), self.top_p or 1.0, self.temperature]
 
     def processors(self) -> LogitsProcessorList:
-        """transformers' processors, in transformers' order."""
+        """Returns transformers' processors for these values, in transformers' order."""
         warpers = [TemperatureLogitsWarper(float(self.temperature))]
         if self.top_k is not None:
             warpers.append(TopKLogitsWarper(self.top_k))
@@ -59,8 +62,11 @@ class Sampling:
 
 @dataclass
 class Generated:
-    """One prompt's new tokens (the EOS that ended it included) and, per token, the two best logits' distance (none where
-    the device samples) and, where they are kept, the logits [vocab] themselves, none of them barred."""
+    """One prompt's new tokens, the EOS that ended it included.
+
+    `margins` has, for each token, by how much the best logit exceeds the second (nothing where the device samples), and
+    `logits`, where they are kept, the float32 logits [vocab_size] themselves, those of suppressed tokens included.
+    """
 
     tokens: list[int] = field(default_factory=list)
     margins: list[float] = field(default_factory=list)
@@ -69,22 +75,30 @@ class Generated:
 
 
 def prefill_inputs(prompts: Sequence[Sequence[int]], pad_token_id: int) -> dict[str, torch.Tensor]:
-    """input_ids, attention_mask, position_ids [batch, longest], right padded, and seq_ids [batch]."""
-    batch, longest = len(prompts), max(map(len, prompts))
-    input_ids = torch.full((batch, longest), pad_token_id)
-    attention_mask = torch.zeros(batch, longest, dtype=torch.long)
-    position_ids = torch.ones(batch, longest, dtype=torch.long)  # 1 on padding, as the library's own adapter has it
+    """Returns the model's inputs that encode `prompts` (token ids), padded on the right to the longest one.
+
+    They are input_ids, attention_mask and position_ids [batch_size, longest] and seq_ids [batch_size], all int64.
+    """
+    batch_size, longest = len(prompts), max(map(len, prompts))
+    input_ids = torch.full((batch_size, longest), pad_token_id)
+    attention_mask = torch.zeros(batch_size, longest, dtype=torch.long)
+    # 1 on padding, as the library's own adapter has it
+    position_ids = torch.ones(batch_size, longest, dtype=torch.long)
     for row, prompt in enumerate(prompts):
         input_ids[row, : len(prompt)] = torch.tensor(prompt)
         attention_mask[row, : len(prompt)] = 1
         position_ids[row, : len(prompt)] = torch.arange(len(prompt))
     return dict(
-        input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, seq_ids=torch.arange(batch)
+        input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, seq_ids=torch.arange(batch_size)
     )
 
 
 def decode_inputs(tokens: Sequence[int], positions: Sequence[int]) -> dict[str, torch.Tensor]:
-    """One token per row, to be written at `positions`; the mask covers the tokens before it."""
+    """Returns the model's inputs for one more token of each row, to be written to the cache at `positions`.
+
+    They are input_ids and position_ids [batch_size, 1], seq_ids [batch_size], and attention_mask
+    [batch_size, largest position], which covers the tokens before.
+    """
     position_ids = torch.tensor(positions)[:, None]
     attention_mask = (torch.arange(int(position_ids.max())) < position_ids).long()
     return dict(
@@ -96,7 +110,7 @@ def decode_inputs(tokens: Sequence[int], positions: Sequence[int]) -> dict[str, 
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], max_new_tokens: int, max_context_length: int) -> None:
-    """SmolLM3Error for what `generate` cannot take, before a model is loaded for it."""
+    """Raises SmolLM3Error for prompts (token ids) that `generate` would refuse; it needs no loaded model."""
     if max_new_tokens < 1:
         raise SmolLM3Error(f"max_new_tokens is {max_new_tokens}, allowed is a whole number of at least 1")
     for index, prompt in enumerate(prompts):
@@ -104,8 +118,8 @@ def check_prompts(prompts: Sequence[Sequence[int]], max_new_tokens: int, max_con
             raise SmolLM3Error(f"prompt {index} has no tokens: write something in it")
         if len(prompt) > max_context_length:
             raise SmolLM3Error(
-                f"prompt {index} has {len(prompt)} tokens, the artifact's context takes {max_context_length}: shorten it, or "
-                "compile with a larger --max-context-length"
+                f"prompt {index} has {len(prompt)} tokens, max_context_length is {max_context_length}: shorten it, or "
+                "compile with a larger one"
             )
 
 
@@ -116,19 +130,23 @@ def generate(
     max_new_tokens: int,
     *,
     eos_token_ids: Sequence[int] = (),
-    barred_token_ids: Sequence[int] = (),
+    suppress_tokens: Sequence[int] = (),
     pad_token_id: int = 0,
     sampling: Sampling = Sampling(),
     on_token: Callable[[int, int], None] | None = None,
     forced: Sequence[Sequence[int]] | None = None,
     keep_logits: bool = False,
 ) -> list[Generated]:
-    """New tokens for each prompt (token ids), in groups of the model's batch size.
+    """Returns the new tokens of each prompt (token ids), which it runs in groups of the model's batch size.
 
-    `on_token(prompt index, token)` is called as tokens come. A row ends at an EOS, after max_new_tokens, or where the
-    model's seq_len is full. `forced` (teacher forcing) are, per prompt, the tokens that are fed in the place of the
-    model's own choices, as many of which come back. Raises SmolLM3Error for an empty prompt, one longer than
-    max_context_length or a token that the vocabulary has not.
+    A prompt's tokens end at an EOS, after `max_new_tokens`, or where the model's seq_len is full. The token ids in
+    `suppress_tokens` are never chosen. `on_token(prompt index, token)` is called as tokens come. `forced` (teacher
+    forcing) has, for each prompt, the tokens that are fed in the place of the model's own choices, as many of which
+    come back. With `keep_logits` the results hold the logits.
+
+    Raises SmolLM3Error for an empty prompt, one longer than max_context_length, a token that the vocabulary has not,
+    and for what the model's on-device sampling cannot do; NotANumber where the model returns logits that are not
+    numbers.
     """
     neuron_config = model.config.neuron_config
     check_prompts(prompts, max_new_tokens, neuron_config.max_context_length)
@@ -142,28 +160,47 @@ def generate(
     for first in range(0, len(prompts), neuron_config.batch_size):
         group = slice(first, first + neuron_config.batch_size)
         _generate_group(
-            model, prompts[group], results[group], max_new_tokens, eos_token_ids, barred_token_ids, pad_token_id, sampling,
-            (lambda row, token, first=first: on_token(first + row, token)) if on_token else None,
-            forced and forced[group], keep_logits,
-        )  # fmt: skip
+            model,
+            prompts[group],
+            results[group],
+            max_new_tokens,
+            eos_token_ids=eos_token_ids,
+            suppress_tokens=suppress_tokens,
+            pad_token_id=pad_token_id,
+            sampling=sampling,
+            on_token=(lambda row, token, first=first: on_token(first + row, token)) if on_token else None,
+            forced=forced and forced[group],
+            keep_logits=keep_logits,
+        )
     return results
 
 
 def _generate_group(
-    model, prompts, results, max_new_tokens, eos_token_ids, barred_token_ids, pad_token_id, sampling, on_token, forced,
-    keep_logits,
-):  # fmt: skip
+    model,
+    prompts: Sequence[Sequence[int]],
+    results: Sequence[Generated],
+    max_new_tokens: int,
+    *,
+    eos_token_ids: Sequence[int],
+    suppress_tokens: Sequence[int],
+    pad_token_id: int,
+    sampling: Sampling,
+    on_token: Callable[[int, int], None] | None,
+    forced: Sequence[Sequence[int]] | None,
+    keep_logits: bool,
+) -> None:
+    """Fills `results` for prompts that fit into one batch of the model; see `generate`."""
     seq_len = model.config.neuron_config.seq_len
-    on_device = getattr(model.config.neuron_config, "on_device_sampling_config", None)
-    if on_device:
-        choose, more = _on_device(on_device, sampling, len(prompts), barred_token_ids)
+    on_device_sampling_config = getattr(model.config.neuron_config, "on_device_sampling_config", None)
+    if on_device_sampling_config:
+        choose, sampling_inputs = _on_device(on_device_sampling_config, sampling, len(prompts), suppress_tokens)
     else:
-        choose, more = _Chooser(sampling, len(prompts), barred_token_ids), {}
+        choose, sampling_inputs = _Chooser(sampling, len(prompts), suppress_tokens), {}
     limits = [min(max_new_tokens, len(row)) for row in forced] if forced else [max_new_tokens] * len(prompts)
     model.reset()
-    output = model(**prefill_inputs(prompts, pad_token_id), **more)
+    output = model(**prefill_inputs(prompts, pad_token_id), **sampling_inputs)
     while True:
-        logits = output.logits[:, -1].float().clone() if keep_logits else None  # `choose` bars tokens in place
+        logits = output.logits[:, -1].float().clone() if keep_logits else None  # `choose` suppresses tokens in place
         tokens, margins = choose(prompts, results, output)
         for row, result in enumerate(results):
             if result.finished:
@@ -172,49 +209,53 @@ def _generate_group(
             result.margins += margins[row : row + 1]
             if keep_logits:
                 result.logits.append(logits[row])
-            used = len(prompts[row]) + len(result.tokens)
-            result.finished = tokens[row] in eos_token_ids or len(result.tokens) >= limits[row] or used > seq_len
+            length = len(prompts[row]) + len(result.tokens)
+            result.finished = tokens[row] in eos_token_ids or len(result.tokens) >= limits[row] or length > seq_len
             if on_token:
                 on_token(row, tokens[row])
         if all(result.finished for result in results):
             return
-        # a finished row goes on in its last place, where it writes over its own last token
         fed = forced or [result.tokens for result in results]
-        last = [tokens[len(result.tokens) - 1] for tokens, result in zip(fed, results)]
-        positions = [min(len(p) + len(r.tokens) - 1, seq_len - 1) for p, r in zip(prompts, results)]
-        output = model(**decode_inputs(last, positions), **more)
+        last_tokens = [row[len(result.tokens) - 1] for row, result in zip(fed, results)]
+        # a finished row goes on in its last place, where it writes over its own last token
+        positions = [min(len(prompt) + len(result.tokens) - 1, seq_len - 1) for prompt, result in zip(prompts, results)]
+        output = model(**decode_inputs(last_tokens, positions), **sampling_inputs)
 
 
-def _on_device(on_device, sampling: Sampling, batch: int, barred_token_ids: Sequence[int]):
-    """A chooser that takes the tokens as they come, and the model's sampling_params [batch, 3]."""
-    if barred_token_ids:
+def _on_device(on_device_sampling_config, sampling: Sampling, batch_size: int, suppress_tokens: Sequence[int]):
+    """Returns a chooser that takes the tokens as they come, and the model's sampling_params [batch_size, 3]."""
+    if suppress_tokens:
         raise SmolLM3Error(
             "tokens cannot be barred where the device samples; compile without on_device_sampling_config"
         )
-    if sampling.temperature > 0 and not (on_device.do_sample or on_device.dynamic):
+    if sampling.temperature > 0 and not (on_device_sampling_config.do_sample or on_device_sampling_config.dynamic):
         raise SmolLM3Error(
             f"temperature is {sampling.temperature}, but on_device_sampling_config is greedy: use 0, or compile with "
             "do_sample"
         )
     torch.manual_seed(sampling.seed)  # of the CPU runtime; a device has its own
-    params = torch.tensor([sampling.on_device_params(on_device.global_topk)] * batch)
-    return lambda prompts, results, output: (output.tokens.flatten().tolist(), []), {"sampling_params": params}
+    sampling_params = torch.tensor([sampling.on_device_params(on_device_sampling_config.global_topk)] * batch_size)
+
+    def choose(prompts, results, output) -> tuple[list[int], list[float]]:
+        return output.tokens.flatten().tolist(), []
+
+    return choose, {"sampling_params": sampling_params}
 
 
 class _Chooser:
-    """The next token of each row, and the distance of the two best logits."""
+    """Chooses the next token of each row, and measures the distance of the two best logits."""
 
-    def __init__(self, sampling: Sampling, batch: int, barred_token_ids: Sequence[int]):
+    def __init__(self, sampling: Sampling, batch_size: int, suppress_tokens: Sequence[int]):
         self.greedy = sampling.temperature == 0
         self.processors = None if self.greedy else sampling.processors()
-        self.generators = [torch.Generator().manual_seed(sampling.seed) for _ in range(batch)]
-        self.barred = list(barred_token_ids)
+        self.generators = [torch.Generator().manual_seed(sampling.seed) for _ in range(batch_size)]
+        self.suppress_tokens = list(suppress_tokens)
 
     def __call__(self, prompts, results, output) -> tuple[list[int], list[float]]:
         logits = output.logits[:, -1].float()
         if not torch.isfinite(logits).any(-1).all() or logits.isnan().any():
             raise NotANumber("the model returned logits that are not numbers")
-        logits[:, self.barred] = float("-inf")
+        logits[:, self.suppress_tokens] = float("-inf")
         best = logits.topk(2, dim=-1)
         margins = (best.values[:, 0] - best.values[:, 1]).tolist()
         if self.greedy:

@@ -113,7 +113,7 @@ def test_smoke(model, tokenizer):
 def test_math_prompts_match(model, reference, tokenizer, eos):
     texts = math_prompts()
     prompts = tokenizer(texts)["input_ids"]
-    results = generate(model, prompts, NEW_TOKENS, barred_token_ids=eos)
+    results = generate(model, prompts, NEW_TOKENS, suppress_tokens=eos)
     expected = [reference_generate(reference, prompt, NEW_TOKENS, eos) for prompt in prompts]
     different = [t for t, r, e in zip(texts, results, expected) if r.tokens != e.tokens]
     assert len(texts) >= 2 and different == []
@@ -123,7 +123,7 @@ def test_open_ended_prompts_are_reported(model, reference, tokenizer, eos, recor
     """Near ties part under bfloat16, so the match is reported; in float32 it is demanded."""
     prompts = tokenizer(list(PUBLISHED_PROMPTS[2:]))["input_ids"]
     for text, prompt, result in zip(
-        PUBLISHED_PROMPTS[2:], prompts, generate(model, prompts, NEW_TOKENS, barred_token_ids=eos)
+        PUBLISHED_PROMPTS[2:], prompts, generate(model, prompts, NEW_TOKENS, suppress_tokens=eos)
     ):
         match = token_match(result.tokens, reference_generate(reference, prompt, NEW_TOKENS, eos).tokens)
         print(f"{match:7.1%}  {text}")
@@ -144,8 +144,8 @@ def test_logits_under_teacher_forcing(model, reference, tokenizer, eos):
 def test_a_batch_gives_each_prompt_what_it_gets_alone(model, tokenizer, eos):
     prompts = tokenizer(["1+1=", "The square root of 144 is"])["input_ids"]
     assert len(prompts[0]) != len(prompts[1])
-    together = [r.tokens for r in generate(model, prompts, 16, barred_token_ids=eos)]
-    assert together == [generate(model, [prompt], 16, barred_token_ids=eos)[0].tokens for prompt in prompts]
+    together = [r.tokens for r in generate(model, prompts, 16, suppress_tokens=eos)]
+    assert together == [generate(model, [prompt], 16, suppress_tokens=eos)[0].tokens for prompt in prompts]
 
 
 def test_an_eos_in_the_history_is_attended_even_where_it_is_the_padding(model, reference, tokenizer, eos):
@@ -153,15 +153,14 @@ def test_an_eos_in_the_history_is_attended_even_where_it_is_the_padding(model, r
     prompts = [tokenizer(text)["input_ids"] for text in ("1+1=2<|im_end|>\n2+2=", "3+4=7<|im_end|><|im_end|>")]
     prompts.append([*prompts[0], *prompts[1]])
     assert all(eos[0] in prompt for prompt in prompts)
-    results = generate(model, prompts, 16, barred_token_ids=eos, pad_token_id=eos[0])
+    results = generate(model, prompts, 16, suppress_tokens=eos, pad_token_id=eos[0])
     assert [r.tokens for r in results] == [reference_generate(reference, p, 16, eos).tokens for p in prompts]
 
 
 def test_sampling_repeats_with_a_seed(model, tokenizer, eos):
     prompt = tokenizer(["1+1="])["input_ids"]
     runs = [
-        generate(model, prompt, 16, barred_token_ids=eos, sampling=Sampling(3.0, seed=s))[0].tokens
-        for s in (1, 1, 2, 3)
+        generate(model, prompt, 16, suppress_tokens=eos, sampling=Sampling(3.0, seed=s))[0].tokens for s in (1, 1, 2, 3)
     ]
     assert runs[0] == runs[1] and len({tuple(run) for run in runs}) > 1
 
@@ -169,4 +168,4 @@ def test_sampling_repeats_with_a_seed(model, tokenizer, eos):
 def test_what_is_loaded_again_gives_the_same_tokens(compiled, model, tokenizer, eos):
     prompt = tokenizer(["1+1="])["input_ids"]
     again = load(compiled)
-    assert generate(again, prompt, 16, barred_token_ids=eos) == generate(model, prompt, 16, barred_token_ids=eos)
+    assert generate(again, prompt, 16, suppress_tokens=eos) == generate(model, prompt, 16, suppress_tokens=eos)

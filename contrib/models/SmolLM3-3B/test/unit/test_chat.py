@@ -152,9 +152,13 @@ def test_another_template_stays_as_it_is(tokenizer):
         chat.render(tokenizer, [USER])
 
 
-def test_the_guard_is_one_line(tokenizer):
-    guard, template = chat.guarded_template(tokenizer.chat_template).split("\n", 1)
-    assert template == tokenizer.chat_template and guard.startswith("{%-") and guard.endswith("%}")
+def test_the_guard_stands_in_front_and_renders_nothing(tokenizer):
+    guarded = chat.guarded_template(tokenizer.chat_template)
+    guard = guarded.removesuffix(tokenizer.chat_template)
+    assert guard == (Path(chat.__file__).parent / "guard.jinja").read_text(encoding="utf-8") != guarded
+    tools = [{"type": "function", "function": WEATHER}]
+    messages = [{"role": "system", "content": "Be brief. /no_think"}, USER, {"role": "assistant", "tool_calls": [CALL]}]
+    assert transformers_prompt(tokenizer, messages, chat_template=guard, tools=tools, today=TODAY) == ""
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,9 @@ def test_quantized_tensors_are_recognised(tmp_path, tensor, name):
 def test_leftovers_of_old_versions_are_dropped(tmp_path):
     cfg = config()
     save(tmp_path, {**tensors(cfg), "layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
-    converted = checkpoint.to_neuron_state_dict(checkpoint.load_state_dict(tmp_path, cfg, NeuronConfig()), cfg, NeuronConfig())
+    converted = checkpoint.to_neuron_state_dict(
+        checkpoint.load_state_dict(tmp_path, cfg, NeuronConfig()), cfg, NeuronConfig()
+    )
     assert not [name for name in converted if "inv_freq" in name]
 
 

@@ -58,8 +58,8 @@ def test_a_row_ends_at_its_eos_and_the_others_go_on():
     assert [r.tokens for r in result] == [[3, 4], [6, 7, 8, 9, 10]]
 
 
-def test_barred_tokens_are_never_chosen():
-    assert generate(Counter(), [[1, 2]], 3, eos_token_ids=[3], barred_token_ids=[3])[0].tokens == [4, 5, 6]
+def test_suppressed_tokens_are_never_chosen():
+    assert generate(Counter(), [[1, 2]], 3, eos_token_ids=[3], suppress_tokens=[3])[0].tokens == [4, 5, 6]
 
 
 def test_a_full_cache_ends_a_row():
@@ -153,6 +153,6 @@ def test_the_devices_tokens_are_taken():
 
 def test_what_a_device_that_samples_cannot_do():
     with pytest.raises(SmolLM3Error, match="barred"):
-        generate(on_device(), [[1]], 4, barred_token_ids=[3])
+        generate(on_device(), [[1]], 4, suppress_tokens=[3])
     with pytest.raises(SmolLM3Error, match="temperature is 0.5, but on_device_sampling_config is greedy"):
         generate(on_device(), [[1]], 4, sampling=Sampling(0.5))
