@@ -19,6 +19,7 @@ from smollm3_neuron.generate.chat import VLLM_TEMPLATE, guarded_template
 from smollm3_neuron.machine.locate import tiny_folder
 from smollm3_neuron.machine.runtime import ensure_neuronx
 from smollm3_neuron.model import switches
+from smollm3_neuron.model.config import read_config
 from smollm3_neuron.vllm import serving
 
 ensure_neuronx()
@@ -65,7 +66,7 @@ def test_the_hash_is_that_of_the_real_library_in_every_process(tmp_path, samplin
 
 
 def test_an_artifact_for_vllm_has_the_keywords_of_vllm_neuron():
-    settings = serving.settings_of_server(SETTINGS).checked(json.loads((tiny_folder() / "config.json").read_text()))
+    settings = serving.settings_of_server(SETTINGS).checked(read_config(tiny_folder()))
     for name, value in vars(settings).items():
         if name == "on_device_sampling_config":
             assert value.items() <= KEYWORDS[name].items()

@@ -94,7 +94,7 @@ def configs(checkpoint, folder, targets, tp_degree=2, fused_qkv=False, quantized
     return read_config(checkpoint), neuron_config
 
 
-MERGE = "--merge-adapter"
+MERGE = "merge it into the weights"
 
 
 @pytest.mark.parametrize(

@@ -33,19 +33,22 @@ class Callbacks:
 
 
 def build_config(folder: Path, settings: Settings):
-    """SmolLM3InferenceConfig of a checkpoint folder with these settings."""
+    """Returns the SmolLM3InferenceConfig of a checkpoint folder with these settings.
+
+    `ensure_neuronx` must have been called. Raises SmolLM3Error for a config or settings that cannot run.
+    """
     import torch
     from neuronx_distributed_inference.utils.hf_adapter import load_pretrained_config
 
     from ..modeling_smollm3_3b import SmolLM3InferenceConfig
 
     settings = settings.checked(read_config(folder))
-    values = {**settings.keywords(), "torch_dtype": getattr(torch, settings.torch_dtype)}
+    keywords = {**settings.keywords(), "torch_dtype": getattr(torch, settings.torch_dtype)}
     if settings.quantized:  # the library wants a path, and reads it only if it is to shard
-        values["quantized_checkpoints_path"] = str(folder)
+        keywords["quantized_checkpoints_path"] = str(folder)
     # the library is told to skip sharding: shard_writer.py does it
     neuron_config = SmolLM3InferenceConfig.get_neuron_config_cls()(
-        save_sharded_checkpoint=True, skip_sharding=True, **values
+        save_sharded_checkpoint=True, skip_sharding=True, **keywords
     )
     return SmolLM3InferenceConfig(neuron_config, load_config=load_pretrained_config(str(folder)))
 
@@ -64,9 +67,12 @@ def compile_artifact(
 ) -> Artifact:
     """Compiles the checkpoint in `folder` to the artifact folder `output`; `ensure_neuronx` must have been called.
 
-    What stands there already and is the same is taken as it is. `weights_only` keeps the graphs and shards the weights
-    again. `merge_adapter` is the folder of a PEFT adapter that goes into them. Every fault of config and checkpoint is told
-    before anything is compiled; nothing stands at `output` unless it is whole. Raises SmolLM3Error.
+    `place` is "neuron" or "cpu". `name` and `revision` say in the manifest what the checkpoint is. What stands at
+    `output` already and is the same is taken as it is. `weights_only` keeps its graphs and shards the weights again.
+    `merge_adapter` is the folder of a PEFT adapter that goes into them.
+
+    Raises SmolLM3Error. Every fault of config and checkpoint is told before anything is compiled, and nothing stands at
+    `output` unless it is whole.
     """
     callbacks.on_step("checking the checkpoint")
     checkpoint_config = read_config(folder)
@@ -120,23 +126,22 @@ def _open_adapter(merge_adapter: Path | None, config: CheckpointConfig) -> Any:
 def _made_of(
     folder: Path, settings: Settings, place: str, name: str, revision: str | None, adapter: Any
 ) -> dict[str, Any]:
-    """What tells the artifact from any other, as its manifest has it."""
+    """Returns what tells the artifact from any other, as its manifest has it."""
     model = {"name": name, "folder": str(folder), "revision": revision, **_identity(folder)}
     model["adapter"] = adapter and adapter.identity
-    exported_because = None
-    if place == "cpu":
-        exported_because = reason_to_keep_exported(settings.tp_degree, sum(size for _, size, _ in model["weights"]))
+    weight_bytes = sum(size for _, size, _ in model["weights"])
     return {
         "format": FORMAT,
         "place": place,
         "model": model,
         "settings": asdict(settings),
         "versions": versions(),
-        "exported_because": exported_because,
+        "exported_because": reason_to_keep_exported(place, settings.tp_degree, weight_bytes),
     }
 
 
 def _copy_graphs(standing: Artifact, staging: Path) -> str | None:
+    """Copies the graphs into `staging`; returns why the CPU runtime is to run them as they were exported."""
     for file in standing.graph_files():
         (staging / file).parent.mkdir(exist_ok=True)
         shutil.copyfile(standing.path / file, staging / file)
@@ -181,14 +186,15 @@ def _write_weights(
 
 
 def _write_manifest(staging: Path, made_of: dict[str, Any], weights: dict[str, dict[str, Any]]) -> None:
-    others = {p.relative_to(staging).as_posix() for p in staging.rglob("*") if p.is_file()} - weights.keys()
-    files = {file: {"size": (staging / file).stat().st_size, "sha256": sha256(staging / file)} for file in others}
-    manifest = {**made_of, "files": dict(sorted((files | weights).items()))}
+    """Writes the manifest of all files in `staging`; `weights` are the entries of the shard files."""
+    others = {path.relative_to(staging).as_posix() for path in staging.rglob("*") if path.is_file()} - weights.keys()
+    entries = {file: {"size": (staging / file).stat().st_size, "sha256": sha256(staging / file)} for file in others}
+    manifest = {**made_of, "files": dict(sorted((entries | weights).items()))}
     (staging / MANIFEST).write_text(json.dumps({**manifest, "sha256": manifest_digest(manifest)}, indent=2) + "\n")
 
 
 def _standing(output: Path, place: str, made_of: dict[str, Any], weights_only: bool) -> Artifact | None:
-    """The artifact that stands at `output`, if it can be kept: the same one, or with `weights_only` its graphs."""
+    """Returns the artifact at `output` if it can be kept: the same one, or with `weights_only` its graphs."""
     if not (output / MANIFEST).is_file():
         if output.exists() and (not output.is_dir() or any(output.iterdir())):
             raise SmolLM3Error(f"{output}: something is there that is not an artifact; choose another --output")
@@ -205,12 +211,12 @@ def _standing(output: Path, place: str, made_of: dict[str, Any], weights_only: b
         return None
     standing = open_artifact(output, place)
     _check_graphs(standing)
-    wanted = {**made_of["settings"], "config_sha256": made_of["model"]["config_sha256"]}
-    there = {**asdict(standing.settings), "config_sha256": standing.manifest["model"]["config_sha256"]}
-    for key, value in wanted.items():
-        if there[key] != value:
+    asked = {**made_of["settings"], "config_sha256": made_of["model"]["config_sha256"]}
+    kept = {**asdict(standing.settings), "config_sha256": standing.manifest["model"]["config_sha256"]}
+    for key, value in asked.items():
+        if kept[key] != value:
             raise SmolLM3Error(
-                f"{output}: its graphs have {key} {there[key]}, not {value}; compile without --weights-only"
+                f"{output}: its graphs have {key} {kept[key]}, not {value}; compile without --weights-only"
             )
     return standing
 
@@ -222,7 +228,7 @@ def _check_graphs(standing: Artifact) -> None:
 
 
 def _check_json(folder: Path) -> None:
-    """SmolLM3Error for a file of the tokenizer's that is cut off or else no JSON."""
+    """Raises SmolLM3Error for a file of the tokenizer that is cut off or else no JSON."""
     for path in (folder / file for file in TOKENIZER_FILES if file.endswith(".json")):
         try:
             json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
@@ -231,7 +237,7 @@ def _check_json(folder: Path) -> None:
 
 
 def _identity(folder: Path) -> dict[str, Any]:
-    """Digests of the config and the weight index, and the weights' files: what another checkpoint would differ in."""
+    """Returns what another checkpoint would differ in: the config's and the index's digests, and the weights' files."""
     index, files = folder / INDEX_FILE, sorted(folder.glob("*.safetensors"))
     return {
         "config_sha256": sha256(folder / "config.json"),

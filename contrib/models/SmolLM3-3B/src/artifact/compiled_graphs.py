@@ -1,6 +1,7 @@
 """The CPU runtime's graphs compiled ahead of time: whether they are, why not, and loading them.
 
-The compiler is the CPU runtime's own (`nxd_cpu_compiler`), which is importable once `ensure_neuronx` has chosen that runtime.
+The compiler is the CPU runtime's own (`nxd_cpu_compiler`), which is importable once `ensure_neuronx` has chosen that
+runtime; it knows when compiling pays and is possible. A device's graphs are compiled by the library itself.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,24 +11,29 @@ from typing import Any
 from ..errors import SmolLM3Error
 
 
-def reason_to_keep_exported(tp_degree: int, weight_bytes: int) -> str | None:
-    """Why the exported graphs are not to be compiled ahead of time; None: they can be.
+def reason_to_keep_exported(place: str, tp_degree: int, weight_bytes: int) -> str | None:
+    """Returns why the graphs for `place` are to run as they were exported, or None where they are not.
 
-    Raises SmolLM3Error where torch cannot make its cache.
+    `weight_bytes` are those of the whole checkpoint. Raises SmolLM3Error where torch cannot make its cache.
     """
+    if place != "cpu":
+        return None
     from nxd_cpu_compiler import build
 
     try:
         return build.obstacle(tp_degree, weight_bytes)
     except OSError as error:
         raise SmolLM3Error(
-            f"{error.filename}: cannot write torch's cache there ({error.strerror}); set TORCHINDUCTOR_CACHE_DIR to another "
-            "folder"
+            f"{error.filename}: cannot write torch's cache there ({error.strerror}); set TORCHINDUCTOR_CACHE_DIR to "
+            "another folder"
         ) from None
 
 
 def compile_graphs(graphs: Sequence[Any], folder: Path, on_part: Callable[[int, int], None]) -> str | None:
-    """Compiles the exported `graphs` into `folder`; returns why that failed, or None where it did not."""
+    """Compiles the exported `graphs` into `folder`; returns why that failed, so that they are kept, or None.
+
+    `on_part` is called with how many parts were just compiled, and of how many.
+    """
     from nxd_cpu_compiler import build
 
     try:
@@ -38,7 +44,7 @@ def compile_graphs(graphs: Sequence[Any], folder: Path, on_part: Callable[[int, 
 
 
 def load_graphs(folder: Path) -> list[Any] | None:
-    """The compiled graphs of an artifact's folder; None where there are none.
+    """Returns the compiled graphs of an artifact's folder, or None where it has none.
 
     Raises SmolLM3Error if they were compiled for a CPU that can do more than this one, or are damaged.
     """

@@ -1,7 +1,7 @@
 """An artifact folder: its manifest, the check that it is whole, and loading it.
 
-An artifact is what NxD Inference's `compile` writes (neuron_config.json, model.pt, weights/) with the tokenizer's files and
-`artifact.json`, which says what it was made of, with which settings, by which versions and for which place.
+An artifact is what NxD Inference's `compile` writes (neuron_config.json, model.pt, weights/) with the tokenizer's files
+and `artifact.json`, which says what it was made of, with which settings, by which versions and for which place.
 """
 
 import hashlib
@@ -38,6 +38,7 @@ class Artifact:
 
     @property
     def settings(self) -> Settings:
+        """What shapes its graphs."""
         return Settings(**self.manifest["settings"])
 
     @property
@@ -47,16 +48,19 @@ class Artifact:
 
     @property
     def exported_because(self) -> str | None:
-        """Why the CPU runtime runs its graphs as they were exported; None: they are compiled ahead of time, or a device's."""
+        """Why the CPU runtime runs its graphs as they were exported.
+
+        None where they are compiled ahead of time, or a device's.
+        """
         return self.manifest["exported_because"]
 
     @property
     def adapter(self) -> str | None:
-        """Folder of the PEFT adapter that was merged."""
+        """The folder of the PEFT adapter that was merged, or None."""
         return (self.manifest["model"].get("adapter") or {}).get("folder")
 
     def load(self):
-        """The model, ready to generate. `ensure_neuronx` must have been called.
+        """Returns the model, ready to generate; `ensure_neuronx` must have been called.
 
         Raises SmolLM3Error for what the CPU runtime cannot load, such as graphs compiled for a CPU that can do more.
         """
@@ -76,7 +80,7 @@ class Artifact:
         return model
 
     def tokenizer(self):
-        """The tokenizer that came with the checkpoint; SmolLM3Error where it had none."""
+        """Returns the tokenizer that came with the checkpoint. Raises SmolLM3Error where it had none."""
         from transformers import AutoTokenizer
 
         if not (self.path / "tokenizer.json").is_file():
@@ -84,26 +88,28 @@ class Artifact:
         return AutoTokenizer.from_pretrained(self.path)
 
     def generation_config(self) -> dict[str, Any]:
-        """The checkpoint's generation_config.json; empty where it had none."""
+        """Returns the checkpoint's generation_config.json, or an empty dictionary where it had none."""
         path = self.path / "generation_config.json"
         return json.loads(path.read_text()) if path.is_file() else {}
 
     def eos_token_ids(self) -> list[int]:
-        """Of generation_config.json, else of the config."""
+        """Returns the end-of-sequence token ids of generation_config.json, or else of the config."""
         eos = self.generation_config().get("eos_token_id")
         if eos is None:
             eos = json.loads((self.path / "neuron_config.json").read_text()).get("eos_token_id")
         return [] if eos is None else eos if isinstance(eos, list) else [eos]
 
     def graph_files(self) -> list[str]:
-        """What `compile` wrote: all but the weights and what was copied from the checkpoint."""
-        return [f for f in self.manifest["files"] if not f.startswith("weights/") and f not in TOKENIZER_FILES]
+        """Returns the files that `compile` wrote: all but the weights and what was copied from the checkpoint."""
+        files = self.manifest["files"]
+        return [file for file in files if not file.startswith("weights/") and file not in TOKENIZER_FILES]
 
 
 def open_artifact(path: Path, place: str, *, tp_degree: int | None = None, verify: bool = False) -> Artifact:
-    """The artifact in `path` after checking that it is whole and made for this place, these versions and `tp_degree`.
+    """Returns the artifact in `path` if it is whole and made for this place, these versions and `tp_degree`.
 
-    `verify` reads the weights too. Raises SmolLM3Error that says what differs.
+    `place` is "neuron" or "cpu"; a `tp_degree` of None is any. `verify` reads the weights, too. Raises SmolLM3Error
+    that says what differs.
     """
     if not path.is_dir():
         raise SmolLM3Error(f"{path}: no such artifact; make one with python scripts/compile.py --output {path}")
@@ -121,36 +127,36 @@ def open_artifact(path: Path, place: str, *, tp_degree: int | None = None, verif
     artifact = Artifact(path, manifest)
     if artifact.place != place:
         raise SmolLM3Error(f"{path}: made for {artifact.place!r}, but this is {place!r}; compile it here")
-    settings, made_by = artifact.settings, manifest["versions"]
-    if tp_degree is not None and settings.tp_degree != tp_degree:
-        raise SmolLM3Error(
-            f"{path}: made for tp_degree {settings.tp_degree}, not {tp_degree}; compile it for {tp_degree}"
-        )
-    for package, here in versions().items():
-        if made_by.get(package) != here:
-            raise SmolLM3Error(f"{path}: made with {package} {made_by.get(package)}, here is {here}; compile again")
+    made_for = artifact.settings.tp_degree
+    if tp_degree is not None and made_for != tp_degree:
+        raise SmolLM3Error(f"{path}: made for tp_degree {made_for}, not {tp_degree}; compile it for {tp_degree}")
+    for package, installed in versions().items():
+        made_with = manifest["versions"].get(package)
+        if made_with != installed:
+            raise SmolLM3Error(f"{path}: made with {package} {made_with}, here is {installed}; compile again")
     for file, entry in manifest["files"].items():
         _check_file(path / file, entry, verify)
     return artifact
 
 
 def versions() -> dict[str, str | None]:
-    """Of everything that an artifact depends on; None: not installed."""
-    found: dict[str, str | None] = {"smollm3-neuron": __version__}
+    """Returns the version of each package that an artifact depends on, None where it is not installed."""
+    installed: dict[str, str | None] = {"smollm3-neuron": __version__}
     for package in PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            installed[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            found[package] = None
-    return found
+            installed[package] = None
+    return installed
 
 
 def manifest_digest(manifest: dict[str, Any]) -> str:
+    """Returns the SHA-256 of a manifest, which must have no "sha256" yet."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def _check_file(path: Path, entry: dict[str, Any], verify: bool) -> None:
-    """A weights file is checked by its size and header, with `verify` whole; any other file always whole."""
+    """Checks a weights file by its size and header, or with `verify` whole, and any other file always whole."""
     if not path.is_file():
         raise SmolLM3Error(f"{path}: missing; compile again")
     if path.stat().st_size != entry["size"]:

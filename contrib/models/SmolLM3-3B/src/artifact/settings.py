@@ -1,4 +1,4 @@
-"""What shapes the graphs of an artifact: its settings, their defaults and the check that they can run. Imports no torch."""
+"""What shapes an artifact's graphs: its settings, their defaults and the check that they can run. Imports no torch."""
 
 import math
 from dataclasses import asdict, dataclass, replace
@@ -10,7 +10,7 @@ from ..model.dtypes import MODEL_DTYPES
 from ..model.switches import check_encoding
 from ..weights.quantization import check_quantization
 
-# of OnDeviceSamplingConfig; do_sample or dynamic: each request brings its own top_k, top_p and temperature
+# of OnDeviceSamplingConfig; with do_sample or dynamic each request brings its own top_k, top_p and temperature
 SAMPLING = {
     "do_sample": bool, "dynamic": bool, "deterministic": bool, "top_k": int, "top_p": float, "temperature": float,
     "global_topk": int,
@@ -46,64 +46,82 @@ class Settings:
     modules_to_not_convert: list[str] | None = None
 
     def checked(self, config: CheckpointConfig) -> "Settings":
-        """These settings, complete, for a checkpoint with this config; SmolLM3Error where they cannot run."""
+        """Returns these settings, complete, for a checkpoint with this config.
+
+        Raises SmolLM3Error where they cannot run.
+        """
         config.plan(self.tp_degree)  # raises SmolLM3Error for a degree that is not possible
         if self.torch_dtype not in MODEL_DTYPES:
             raise SmolLM3Error(f"dtype is {self.torch_dtype!r}, allowed is one of {', '.join(MODEL_DTYPES)}")
-        context = self.seq_len if self.max_context_length is None else self.max_context_length
+        max_context_length = self.seq_len if self.max_context_length is None else self.max_context_length
         for name, value, largest in (
             ("batch_size", self.batch_size, 1024),
             ("seq_len", self.seq_len, config.longest_sequence),
-            ("max_context_length", context, self.seq_len),
+            ("max_context_length", max_context_length, self.seq_len),
         ):
             least = 1 if name == "batch_size" else 2
             if not least <= value <= largest:
                 raise SmolLM3Error(f"{name} is {value}, allowed is a whole number from {least} to {largest}")
-        prompts = self.ctx_batch_size
-        if prompts is None:
-            prompts = 1 if self.is_continuous_batching else self.batch_size
-        if not self.is_continuous_batching and prompts != self.batch_size:
+        ctx_batch_size = self._checked_ctx_batch_size()
+        self._check_sampling()
+        check_quantization(config, self)
+        self._check_buckets("context_encoding_buckets", "max_context_length", max_context_length)
+        self._check_buckets("token_generation_buckets", "seq_len", self.seq_len)
+        pa_block_size, pa_num_blocks = self._checked_blocks()
+        settings = replace(
+            self,
+            max_context_length=max_context_length,
+            ctx_batch_size=ctx_batch_size,
+            pa_block_size=pa_block_size,
+            pa_num_blocks=pa_num_blocks,
+        )
+        check_encoding(settings)
+        return settings
+
+    def keywords(self) -> dict[str, Any]:
+        """Returns NeuronConfig's keywords, with torch_dtype by its name."""
+        keywords = {name: value for name, value in asdict(self).items() if value is not None}
+        return {**keywords, "is_block_kv_layout": self.is_prefix_caching}
+
+    def _checked_ctx_batch_size(self) -> int:
+        ctx_batch_size = self.ctx_batch_size
+        if ctx_batch_size is None:
+            ctx_batch_size = 1 if self.is_continuous_batching else self.batch_size
+        if not self.is_continuous_batching and ctx_batch_size != self.batch_size:
             raise SmolLM3Error(
-                f"ctx_batch_size is {prompts} and batch_size {self.batch_size}: is_continuous_batching lets them differ"
+                f"ctx_batch_size is {ctx_batch_size} and batch_size {self.batch_size}: is_continuous_batching lets "
+                "them differ"
             )
-        if not 1 <= prompts <= self.batch_size:
-            raise SmolLM3Error(f"ctx_batch_size is {prompts}, allowed is a whole number from 1 to {self.batch_size}")
+        if not 1 <= ctx_batch_size <= self.batch_size:
+            raise SmolLM3Error(
+                f"ctx_batch_size is {ctx_batch_size}, allowed is a whole number from 1 to {self.batch_size}"
+            )
+        return ctx_batch_size
+
+    def _check_sampling(self) -> None:
         if self.on_device_sampling_config == {}:
             raise SmolLM3Error(f"on_device_sampling_config is empty, name at least one of {', '.join(SAMPLING)}")
         for name, value in (self.on_device_sampling_config or {}).items():
             types = (float, int) if SAMPLING.get(name) is float else (SAMPLING.get(name),)
             if type(value) not in types or not 0 <= value < math.inf or (name == "top_p" and value > 1):
                 raise SmolLM3Error(
-                    f"on_device_sampling_config has {name} {value!r}, allowed are {', '.join(SAMPLING)}: the first three "
-                    "true or false, the rest numbers, top_p up to 1"
+                    f"on_device_sampling_config has {name} {value!r}, allowed are {', '.join(SAMPLING)}: the first "
+                    "three true or false, the rest numbers, top_p up to 1"
                 )
-        check_quantization(config, self)
-        self._check_buckets("context_encoding_buckets", "max_context_length", context)
-        self._check_buckets("token_generation_buckets", "seq_len", self.seq_len)
-        block, blocks = self._check_blocks()
-        settings = replace(
-            self, max_context_length=context, ctx_batch_size=prompts, pa_block_size=block, pa_num_blocks=blocks
-        )
-        check_encoding(settings)
-        return settings
 
-    def keywords(self) -> dict[str, Any]:
-        """NeuronConfig's, with torch_dtype by its name."""
-        given = {name: value for name, value in asdict(self).items() if value is not None}
-        return {**given, "is_block_kv_layout": self.is_prefix_caching}
-
-    def _check_blocks(self) -> tuple[int | None, int | None]:
-        """pa_block_size and pa_num_blocks."""
+    def _checked_blocks(self) -> tuple[int | None, int | None]:
+        """Returns pa_block_size and pa_num_blocks, complete; None for both without prefix caching."""
         if not self.is_prefix_caching:
             for name in ("pa_block_size", "pa_num_blocks"):
                 if getattr(self, name) is not None:
                     raise SmolLM3Error(
-                        f"{name} is {getattr(self, name)}, but is_prefix_caching is off: turn it on or leave the other out"
+                        f"{name} is {getattr(self, name)}, but is_prefix_caching is off: turn it on or leave the "
+                        "other out"
                     )
             return None, None
-        block = 32 if self.pa_block_size is None else self.pa_block_size
-        needed = self.batch_size * self.seq_len // max(block, 1)
-        return block, needed if self.pa_num_blocks is None else self.pa_num_blocks
+        pa_block_size = 32 if self.pa_block_size is None else self.pa_block_size
+        enough = self.batch_size * self.seq_len // max(pa_block_size, 1)
+        return pa_block_size, enough if self.pa_num_blocks is None else self.pa_num_blocks
 
     def _check_buckets(self, name: str, limit_name: str, limit: int) -> None:
         buckets = getattr(self, name)
@@ -113,6 +131,6 @@ class Settings:
             raise SmolLM3Error(f"{name} is {buckets}, but enable_bucketing is off: turn it on or leave the buckets out")
         if not buckets or buckets != sorted(set(buckets)) or buckets[0] < 2 or buckets[-1] != limit:
             raise SmolLM3Error(
-                f"{name} is {buckets}, allowed are rising whole numbers of at least 2 that end with {limit_name}, which is "
-                f"{limit}"
+                f"{name} is {buckets}, allowed are rising whole numbers of at least 2 that end with {limit_name}, "
+                f"which is {limit}"
             )

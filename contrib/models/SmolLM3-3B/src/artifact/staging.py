@@ -13,14 +13,15 @@ from typing import TextIO
 
 from ..errors import SmolLM3Error
 
-RENAME_EXCHANGE = 2  # of Linux' renameat2
+AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of Linux' renameat2
 
 
 @contextlib.contextmanager
 def staged(output: Path) -> Iterator[Path]:
-    """A private folder beside `output` that takes its name on success; one compile at a time, what a killed one left goes.
+    """Gives a private folder beside `output` that takes its name when the block ends without an error.
 
-    Raises SmolLM3Error where nothing can be written, or another process is at it.
+    What a killed process left beside it goes. Raises SmolLM3Error where nothing can be written, or another process is
+    writing to the same `output`.
     """
     output = output.absolute()
     try:
@@ -29,8 +30,8 @@ def staged(output: Path) -> Iterator[Path]:
     except OSError as error:
         raise SmolLM3Error(f"{output.parent}: cannot write there ({error.strerror}); choose another --output") from None
     with lock:
-        for left in output.parent.glob(f".{glob.escape(output.name)}.partial-*"):
-            shutil.rmtree(left, ignore_errors=True)
+        for leftover in output.parent.glob(f".{glob.escape(output.name)}.partial-*"):
+            shutil.rmtree(leftover, ignore_errors=True)
         staging = Path(tempfile.mkdtemp(prefix=f".{output.name}.partial-", dir=output.parent))
         work_dir = os.environ.get("BASE_COMPILE_WORK_DIR")
         os.environ["BASE_COMPILE_WORK_DIR"] = f"{staging}/.work/"  # the library's default is shared by all of /tmp
@@ -57,19 +58,20 @@ def staged(output: Path) -> Iterator[Path]:
 
 
 def _exchange(new: Path, old: Path) -> None:
-    """Each gets the other's name at once, so that a kill leaves one of them whole under it; where the file system cannot do
-    that, in two steps."""
+    """Gives each the other's name at once, so that a kill leaves one of them whole under it.
+
+    Where the file system cannot do that, it takes two steps.
+    """
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    here = -100  # AT_FDCWD
-    if renameat2 is None or renameat2(here, os.fsencode(new), here, os.fsencode(old), RENAME_EXCHANGE):
+    if renameat2 is None or renameat2(AT_FDCWD, os.fsencode(new), AT_FDCWD, os.fsencode(old), RENAME_EXCHANGE):
         old.rename(new.with_name("replaced"))
         new.rename(old)
 
 
 def _lock(output: Path) -> TextIO:
-    """The open lock file of `output`, held; SmolLM3Error where another process holds it."""
+    """Returns the open lock file of `output`, held. Raises SmolLM3Error where another process holds it."""
     while True:
-        lock = open(output.parent / f".{output.name}.lock", "w")
+        lock = open(output.parent / f".{output.name}.lock", "w")  # noqa: SIM115 (the caller closes it)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -296,7 +296,7 @@ def _measure(
         leads = _lead(ours, our_choice, their_choice), _lead(theirs, their_choice, our_choice)
         one.divergence_difference = (torch.maximum(*leads) / scale).tolist()
         if one.case.kind == "text":
-            losses = [_losses(values, one.expected) for values in (ours, theirs, exact)]
+            losses = [_losses(run, one.expected) for run in (ours, theirs, exact)]
             one.losses = list(zip(*losses))
 
 

@@ -8,18 +8,20 @@ from ..model.config import INSTEAD, OTHER_FORMATS
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM3-3B"
 REVISIONS = {DEFAULT_MODEL: "a07cc9a04f16550a088caea529712d1d335b0ac1"}  # pinned: a name alone is not an identity
 TINY = "tiny"
-FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt")
+PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.txt")
 
 
 def tiny_folder() -> Path:
-    """The small trained checkpoint of this repository."""
+    """Returns the folder of the small trained checkpoint of this repository; it need not be there."""
     return Path(__file__).resolve().parents[2] / "test" / TINY
 
 
 def locate_model(model: str, revision: str | None = None) -> tuple[Path, str, str | None]:
-    """(folder, name, revision) of `model`; a hub id is downloaded into the hub's own cache.
+    """Returns folder, name and revision of `model`; a hub id is downloaded into the hub's own cache.
 
-    Raises SmolLM3Error where there is no such model, or the hub cannot be reached; never takes another one.
+    `model` is a hub id, a folder or "tiny". Without `revision` that of the hub id is the pinned one, or for an id that
+    is not pinned the newest, as None. Raises SmolLM3Error where there is no such model or the hub cannot be reached; it
+    never takes another one.
     """
     if model == TINY:
         if not (tiny_folder() / "config.json").is_file():
@@ -29,8 +31,8 @@ def locate_model(model: str, revision: str | None = None) -> tuple[Path, str, st
     if folder.is_dir():
         return folder.resolve(), str(folder.resolve()), None
     if folder.suffix in OTHER_FORMATS or model.lower().endswith("gguf"):
-        found = OTHER_FORMATS.get(folder.suffix, "GGUF")
-        raise SmolLM3Error(f"{model}: {found} is not read, only safetensors are; {INSTEAD}")
+        weight_format = OTHER_FORMATS.get(folder.suffix, "GGUF")
+        raise SmolLM3Error(f"{model}: {weight_format} is not read, only safetensors are; {INSTEAD}")
     if folder.exists():
         raise SmolLM3Error(f"{model}: a checkpoint folder is expected, this is a file")
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
@@ -50,14 +52,14 @@ def _download(repo_id: str, revision: str | None) -> Path:
         RepositoryNotFoundError,
     )
 
-    at = f" at revision {revision}" if revision else ""
+    asked_for = f"{repo_id} at revision {revision}" if revision else repo_id
     otherwise = "pass --model FOLDER with a checkpoint that is already here, or --model tiny"
     try:
-        return Path(snapshot_download(repo_id, revision=revision, allow_patterns=list(FILES)))
+        return Path(snapshot_download(repo_id, revision=revision, allow_patterns=list(PATTERNS)))
     except RepositoryNotFoundError:
-        raise SmolLM3Error(f"{repo_id}{at}: the hub knows no such model, or it needs a login; {otherwise}") from None
+        raise SmolLM3Error(f"{asked_for}: the hub knows no such model, or it needs a login; {otherwise}") from None
     except HFValidationError as error:
         raise SmolLM3Error(f"{repo_id}: not a hub id ({str(error).splitlines()[0]}); {otherwise}") from None
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].split(". ")[0]
-        raise SmolLM3Error(f"{repo_id}{at}: the hub cannot be reached ({reason}); {otherwise}") from None
+        raise SmolLM3Error(f"{asked_for}: the hub cannot be reached ({reason}); {otherwise}") from None

@@ -1,4 +1,4 @@
-"""The machine: is there a Neuron device, and is it ready for what is about to be compiled. Imports no torch.
+"""Is there a Neuron device on this machine, and is it ready for what is about to be compiled? Imports no torch.
 
 The rules are AWS's documents'; nothing here ever ran on a device.
 """
@@ -20,14 +20,17 @@ GiB = 1 << 30
 
 
 def choose_place(device: str) -> str:
-    """ "neuron" or "cpu" for `--device auto|neuron|cpu`; makes the library importable. SmolLM3Error where it cannot be."""
+    """Returns "neuron" or "cpu" for a `device` of "auto", "neuron" or "cpu", and makes the library importable.
+
+    Raises SmolLM3Error where the machine has not what was asked for.
+    """
     if device not in DEVICES:
         raise SmolLM3Error(f"device is {device!r}, allowed is one of {', '.join(DEVICES)}")
     runtime = ensure_neuronx()
     if device == "cpu" and runtime == "neuron":
         raise SmolLM3Error(
-            "--device cpu, but the Neuron SDK is installed here and its library would run, not the CPU runtime: use --device "
-            "neuron, or an environment without the SDK"
+            "--device cpu, but the Neuron SDK is installed here and its library would run, not the CPU runtime: use "
+            "--device neuron, or an environment without the SDK"
         )
     if device == "cpu" or (device == "auto" and runtime == "cpu"):
         return "cpu"
@@ -43,7 +46,10 @@ def choose_place(device: str) -> str:
 
 
 def check_device(tp_degree: int, weight_bytes: int, output: Path) -> list[str]:
-    """Preflight before a compile on a device: raises SmolLM3Error for what cannot work, returns lines of what may not."""
+    """Checks the machine before a compile for `tp_degree` to the folder `output`; returns a line for each doubt.
+
+    `weight_bytes` are those of the checkpoint. Raises SmolLM3Error for what cannot work.
+    """
     warnings = []
     instance = instance_type()
     if instance in INSTANCES:
@@ -60,7 +66,8 @@ def check_device(tp_degree: int, weight_bytes: int, output: Path) -> list[str]:
         if len(usable) < tp_degree:
             raise SmolLM3Error(
                 f"tp_degree is {tp_degree}, but {len(usable)} NeuronCores can be used: free are {free or 'none'}, "
-                f"NEURON_RT_VISIBLE_CORES allows {'all' if visible is None else visible}; stop what uses them or lower --tp"
+                f"NEURON_RT_VISIBLE_CORES allows {'all' if visible is None else visible}; stop what uses them or lower "
+                "--tp"
             )
     parent = next(folder for folder in output.absolute().parents if folder.exists())
     free_disk, needed = shutil.disk_usage(parent).free, 2 * weight_bytes + 2 * GiB
@@ -75,7 +82,7 @@ def check_device(tp_degree: int, weight_bytes: int, output: Path) -> list[str]:
 
 
 def instance_type() -> str | None:
-    """As the machine's firmware names it, e.g. "trn1.2xlarge"; None: it does not."""
+    """Returns the machine's name as its firmware has it, e.g. "trn1.2xlarge", or None where it has none."""
     try:
         return Path("/sys/devices/virtual/dmi/id/product_name").read_text().strip() or None
     except OSError:
@@ -83,7 +90,7 @@ def instance_type() -> str | None:
 
 
 def free_cores(devices: list[dict]) -> list[int]:
-    """Ids of the NeuronCores of devices that no process holds, from `neuron-ls --json-output`."""
+    """Returns the ids of the NeuronCores that no process holds; `devices` is `neuron-ls --json-output`."""
     free, first = [], 0
     for device in devices:
         ids = device.get("neuroncore_ids") or list(range(first, first + device["nc_count"]))
@@ -94,7 +101,10 @@ def free_cores(devices: list[dict]) -> list[int]:
 
 
 def visible_cores(environ) -> list[int] | None:
-    """What NEURON_RT_VISIBLE_CORES ("0-3", "0,2,5-7") or NEURON_RT_NUM_CORES names; None: no limit."""
+    """Returns the ids that NEURON_RT_VISIBLE_CORES ("0-3", "0,2,5-7") or NEURON_RT_NUM_CORES allows; None is all.
+
+    Raises SmolLM3Error where NEURON_RT_VISIBLE_CORES is no such list.
+    """
     value = environ.get("NEURON_RT_VISIBLE_CORES", "").strip()
     if not value:
         number = environ.get("NEURON_RT_NUM_CORES", "").strip()
@@ -110,7 +120,7 @@ def visible_cores(environ) -> list[int] | None:
 
 
 def available_memory() -> int:
-    """Bytes that the host can still give out."""
+    """Returns the bytes that the host can still give out, 0 where it does not say."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -118,6 +128,7 @@ def available_memory() -> int:
 
 
 def _neuron_ls() -> list[dict] | None:
+    """Returns the devices as neuron-ls lists them, or None where it is not there or fails."""
     try:
         done = subprocess.run(["neuron-ls", "--json-output"], capture_output=True, timeout=30, check=True)
         return json.loads(done.stdout)

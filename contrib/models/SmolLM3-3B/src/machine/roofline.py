@@ -1,9 +1,10 @@
 """What fits where and how fast it could be at best: instances, bytes and operations. Arithmetic only, imports no torch.
 
-Figures of the machines are AWS's; a roofline is an upper bound of speed, not a forecast, and nothing of it was measured on
-a device by this project.
+Figures of the machines are AWS's; a roofline is an upper bound of speed, not a forecast, and nothing of it was measured
+on a device by this project.
 """
 
+import math
 from dataclasses import dataclass
 
 from ..errors import SmolLM3Error
@@ -28,8 +29,8 @@ class Instance:
     tp_degrees: tuple[int, ...]
 
 
-# TP degrees: AWS's guide names 1, 2, 8, 32 for trn1 and 1, 2, 4, 8, 24 for inf2; a public report adds 16 on trn1 and quotes
-# the runtime's refusal of 4 there.
+# TP degrees: AWS's guide names 1, 2, 8, 32 for trn1 and 1, 2, 4, 8, 24 for inf2; a public report adds 16 on trn1 and
+# quotes the runtime's refusal of 4 there.
 INSTANCES = {
     "trn1.2xlarge": Instance(2, 32, (1, 2)),
     "trn1.32xlarge": Instance(32, 512, (1, 2, 8, 16, 32)),
@@ -42,7 +43,7 @@ INSTANCES = {
 
 
 def check_tp_degree(instance: str, tp_degree: int) -> None:
-    """SmolLM3Error where the instance's runtime would refuse the degree; an unknown instance is not judged."""
+    """Raises SmolLM3Error where the instance's runtime would refuse the degree; an unknown instance is not judged."""
     known = INSTANCES.get(instance)
     if known and tp_degree not in known.tp_degrees:
         raise SmolLM3Error(
@@ -52,133 +53,142 @@ def check_tp_degree(instance: str, tp_degree: int) -> None:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes and operations of one core (padding makes all equal)."""
+    """Bytes, operations and seconds of one core, for `seq_len` tokens of each of `batch_size` sequences.
+
+    Padding makes the cores equal. Activations are not counted.
+    """
 
     config: CheckpointConfig
     tp_degree: int
     seq_len: int
     batch_size: int = 1
     dtype: str = "bfloat16"
-    context_length: int | None = None  # None: seq_len
+    context_length: int | None = None
+    """The tokens of a prompt; None stands for seq_len."""
 
     @property
     def plan(self) -> ShardingPlan:
+        """What the TP degree does to the heads."""
         return self.config.plan(self.tp_degree)
 
+    @property
+    def _nbytes(self) -> int:
+        """Bytes of one element."""
+        return DTYPES[self.dtype].nbytes
+
+    @property
+    def _head_elements(self) -> int:
+        """Elements of the core's part of the head."""
+        return padded(self.config.vocab_size, self.tp_degree) // self.tp_degree * self.config.hidden_size
+
+    @property
+    def _prompt_length(self) -> int:
+        return self.context_length or self.seq_len
+
     def _elements(self, *, but: tuple[str, ...] = ()) -> int:
-        """Elements of the rank's tensors whose name starts with none of `but`."""
-        elements = 0
-        for output in rank_outputs(self.config, 0, self.tp_degree):
-            if output.parts and not output.name.startswith(but):
-                size = 1
-                for extent in output.shape:
-                    size *= extent
-                elements += size
-        return elements
+        """Returns the elements of the core's tensors, without those whose names start with one of `but`."""
+        outputs = rank_outputs(self.config, 0, self.tp_degree)
+        return sum(math.prod(out.shape) for out in outputs if out.parts and not out.name.startswith(but))
+
+    def _embedding_bytes(self, tokens: int) -> int:
+        """Returns the bytes of the core's part of so many tokens' embeddings."""
+        return tokens * self.config.hidden_size // self.tp_degree * self._nbytes
 
     @property
     def weights(self) -> int:
-        """All weights of the core's shard."""
-        return self._elements() * DTYPES[self.dtype].nbytes
+        """Bytes of the core's shard."""
+        return self._elements() * self._nbytes
 
     @property
     def untied_head(self) -> int:
-        """What the head's own copy of the tied embeddings costs; 0 where the checkpoint is not tied."""
-        if not self.config.tie_word_embeddings:
-            return 0
-        return (
-            padded(self.config.vocab_size, self.tp_degree)
-            // self.tp_degree
-            * self.config.hidden_size
-            * DTYPES[self.dtype].nbytes
-        )
+        """Bytes of the head's own copy of the tied embeddings; 0 where the checkpoint is not tied."""
+        return self._head_elements * self._nbytes if self.config.tie_word_embeddings else 0
 
     @property
     def kv_cache_per_token(self) -> int:
-        """K and V of one token in all layers."""
+        """Bytes of K and V of one token in all layers."""
         heads = self.plan.key_value_heads_per_rank
-        return 2 * self.config.num_hidden_layers * heads * self.config.head_dim * DTYPES[self.dtype].nbytes
+        return 2 * self.config.num_hidden_layers * heads * self.config.head_dim * self._nbytes
 
     @property
     def kv_cache(self) -> int:
+        """Bytes of the caches of the whole batch."""
         return self.kv_cache_per_token * self.seq_len * self.batch_size
 
     @property
     def logits(self) -> int:
-        """float32, gathered: the whole vocabulary on every core."""
+        """Bytes of one step's logits: float32, and gathered, so that every core holds the whole vocabulary."""
         return 4 * padded(self.config.vocab_size, self.tp_degree) * self.batch_size
 
     @property
     def total(self) -> int:
+        """Bytes of weights, caches and logits."""
         return self.weights + self.kv_cache + self.logits
 
     @property
     def room(self) -> int:
-        """What is left of the core's memory; negative where it does not fit. Activations are not counted."""
+        """Bytes that are left of the core's memory; negative where it does not fit."""
         return HBM_PER_CORE - RESERVED_PER_CORE - self.total
 
     def largest_batch(self, seq_len: int) -> int:
-        """That fits with sequences of `seq_len`; 0: none."""
+        """Returns the largest batch size that fits with sequences of `seq_len`, or 0."""
         free = HBM_PER_CORE - RESERVED_PER_CORE - self.weights
         return max(0, free // (self.kv_cache_per_token * seq_len + self.logits // self.batch_size))
 
     def largest_seq_len(self, batch_size: int) -> int:
-        """That fits with so many sequences, up to the model's positions; 0: none."""
+        """Returns the longest seq_len that fits with so many sequences, up to the model's positions, or 0."""
         free = HBM_PER_CORE - RESERVED_PER_CORE - self.weights - self.logits // self.batch_size * batch_size
         return max(0, min(self.config.longest_sequence, free // (self.kv_cache_per_token * batch_size)))
 
     @property
     def decode_bytes(self) -> int:
-        """Read from the core's memory per step with full caches: all weights but the embedding table, K and V, its rows."""
-        weights = self._elements(but=("embed_tokens",)) * DTYPES[self.dtype].nbytes
-        rows = self.batch_size * self.config.hidden_size // self.tp_degree * DTYPES[self.dtype].nbytes
-        return weights + rows + self.kv_cache
+        """Bytes that a step with full caches reads: all weights but the embedding table, of that its rows, K and V."""
+        weights = self._elements(but=("embed_tokens",)) * self._nbytes
+        return weights + self._embedding_bytes(self.batch_size) + self.kv_cache
 
     @property
     def prefill_bytes(self) -> int:
-        """Read per prompt batch: the weights once, the prompt's embeddings, its K and V once."""
-        tokens = self.batch_size * (self.context_length or self.seq_len)
-        rows = tokens * self.config.hidden_size // self.tp_degree * DTYPES[self.dtype].nbytes
-        return (
-            self._elements(but=("embed_tokens",)) * DTYPES[self.dtype].nbytes + rows + self.kv_cache_per_token * tokens
-        )
+        """Bytes that a batch of prompts reads: the weights once, the prompts' embeddings, their K and V once."""
+        tokens = self.batch_size * self._prompt_length
+        weights = self._elements(but=("embed_tokens",)) * self._nbytes
+        return weights + self._embedding_bytes(tokens) + self.kv_cache_per_token * tokens
 
-    def flops(self, tokens: int, attended: int, heads_on: int) -> int:
-        """Of `tokens` per row whose queries see `attended` keys in all, with logits for `heads_on` of them; one core."""
+    def flops(self, tokens: int, attended: int, logits_rows: int) -> int:
+        """Returns the operations of the whole batch, for `tokens` of each sequence.
+
+        Their queries see `attended` keys in all, and `logits_rows` of them get logits.
+        """
         matrices = self._elements(but=("embed_tokens", "lm_head", "norm"))
-        attention = (
-            4 * self.config.num_hidden_layers * self.plan.attention_heads_per_rank * self.config.head_dim * attended
-        )
-        head = padded(self.config.vocab_size, self.tp_degree) // self.tp_degree * self.config.hidden_size * heads_on
-        return self.batch_size * (2 * matrices * tokens + attention + 2 * head)
+        query_size = self.plan.attention_heads_per_rank * self.config.head_dim
+        attention = 4 * self.config.num_hidden_layers * query_size * attended
+        return self.batch_size * (2 * matrices * tokens + attention + 2 * self._head_elements * logits_rows)
 
     @property
     def decode_flops(self) -> int:
-        """One step with full caches."""
+        """Operations of one step with full caches."""
         return self.flops(1, self.seq_len, 1)
 
     @property
     def prefill_flops(self) -> int:
-        """One prompt batch of the whole context; the graph computes the whole square of scores."""
-        context = self.context_length or self.seq_len
-        return self.flops(context, context * context, 1)
+        """Operations of one batch of the longest prompts; the graph computes the whole square of scores."""
+        return self.flops(self._prompt_length, self._prompt_length**2, 1)
 
     @property
     def decode_seconds(self) -> float:
-        """At least, per step; the larger of bytes over bandwidth and operations over rate."""
+        """Seconds that a step takes at least: bytes over bandwidth or operations over rate, whichever is more."""
         return max(self.decode_bytes / HBM_BANDWIDTH, self.decode_flops / FLOPS)
 
     @property
     def prefill_seconds(self) -> float:
-        """At least, to the first token."""
+        """Seconds to the first token, at least."""
         return max(self.prefill_bytes / HBM_BANDWIDTH, self.prefill_flops / FLOPS)
 
     @property
     def tokens_per_second(self) -> float:
-        """At most, of the whole batch."""
+        """Tokens per second of the whole batch, at most."""
         return self.batch_size / self.decode_seconds
 
     @property
     def host_memory_to_load(self) -> int:
-        """The library reads its ranks' shard files whole."""
+        """Bytes of host memory for loading: the library reads its ranks' shard files whole."""
         return self.weights * self.tp_degree

@@ -1,4 +1,4 @@
-"""Which `neuronx_distributed` and `neuronx_distributed_inference` stand behind the model. Imports no torch."""
+"""Chooses which `neuronx_distributed` and `neuronx_distributed_inference` stand behind the model. Imports no torch."""
 
 import importlib.util
 import sys
@@ -10,20 +10,21 @@ SDK_PACKAGES = ("neuronx_distributed", "neuronx_distributed_inference", "torch_n
 
 
 def ensure_neuronx() -> str:
-    """Makes the two packages importable and says which they are: "neuron" (the SDK's own) or "cpu" (nxd_cpu).
+    """Makes the two packages importable and returns which they are: "neuron" (the SDK's own) or "cpu" (nxd_cpu).
 
     nxd_cpu, this project's CPU runtime, is put at the END of sys.path and only where nothing of the SDK is installed.
+    Raises SmolLM3Error where only a part of the SDK is.
     """
-    found = [name for name in SDK_PACKAGES if importlib.util.find_spec(name) is not None]
+    installed = [name for name in SDK_PACKAGES if importlib.util.find_spec(name) is not None]
     if _nxd_cpu_is_active():
         return "cpu"
-    if len(found) == len(SDK_PACKAGES):
+    if len(installed) == len(SDK_PACKAGES):
         return "neuron"
-    if found:
-        missing = ", ".join(name for name in SDK_PACKAGES if name not in found)
+    if installed:
+        missing = ", ".join(name for name in SDK_PACKAGES if name not in installed)
         raise SmolLM3Error(
-            f"a part of the Neuron SDK is installed ({', '.join(found)}), but not {missing}: activate the SDK's NxD "
-            "Inference environment, or use one without any of it for the CPU runtime"
+            f"a part of the Neuron SDK is installed ({', '.join(installed)}), but not {missing}: activate the SDK's "
+            "NxD Inference environment, or use one without any of it for the CPU runtime"
         )
     sys.path.append(str(nxd_cpu_folder()))
     importlib.invalidate_caches()
@@ -31,14 +32,18 @@ def ensure_neuronx() -> str:
 
 
 def nxd_cpu_folder() -> Path:
-    """The CPU runtime: inside the wheel, or beside `models` in a checkout."""
-    here = Path(__file__).resolve().parents[1]
-    for folder in (here / "nxd_cpu", here.parents[2] / "nxd_cpu"):
+    """Returns the CPU runtime's folder: inside the wheel, or beside `models` in a checkout.
+
+    Raises SmolLM3Error where it is in neither.
+    """
+    package = Path(__file__).resolve().parents[1]
+    candidates = (package / "nxd_cpu", package.parents[2] / "nxd_cpu")
+    for folder in candidates:
         if (folder / "neuronx_distributed_inference").is_dir():
             return folder
     raise SmolLM3Error(
-        f"neither the Neuron SDK nor the CPU runtime (nxd_cpu) is there; looked for the latter in {here / 'nxd_cpu'} and "
-        f"{here.parents[2] / 'nxd_cpu'}"
+        "neither the Neuron SDK nor the CPU runtime (nxd_cpu) is there; looked for the latter in "
+        f"{candidates[0]} and {candidates[1]}"
     )
 
 

@@ -98,7 +98,7 @@ def read_config(folder: str | Path) -> CheckpointConfig:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise SmolLM3Error(f"{folder}: no config.json there; pass a checkpoint folder, a hub id or 'tiny'") from None
+        raise SmolLM3Error(f"{folder}: no config.json there; pass the folder of a checkpoint") from None
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise SmolLM3Error(f"{path}: not valid JSON ({error}); download the file again") from None
     if not isinstance(raw, dict):

@@ -1,8 +1,8 @@
 """The entry point in `vllm.general_plugins`: makes SmolLM3 one of the models that vllm-neuron finds in NxD Inference.
 
-vLLM calls it in every process, before NxD Inference is imported and any number of times. So it imports neither torch nor NxD
-Inference: it waits for the module whose table vllm-neuron reads, and adds the model's class when that has been imported.
-Where there is no NxD Inference nothing ever happens.
+vLLM calls it in every process, before NxD Inference is imported and any number of times. So it imports neither torch
+nor NxD Inference: it waits for the module whose table vllm-neuron reads, and adds the model's class when that has been
+imported. Where there is no NxD Inference nothing ever happens.
 """
 
 import importlib.abc
@@ -26,7 +26,10 @@ def register() -> None:
 
 
 def add_model(table) -> None:
-    """Into `table.MODEL_TYPES`, which vllm-neuron holds by reference; a line and nothing else on another release."""
+    """Adds the model to `table.MODEL_TYPES`, which vllm-neuron holds by reference.
+
+    With a release of NxD Inference that is not supported it logs that, and adds nothing.
+    """
     from ..model.releases import check_nxdi
 
     try:
@@ -44,7 +47,7 @@ def add_model(table) -> None:
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Finds the table where the other finders do, and has its loader call `add_model` afterwards."""
+    """Finds the table's module where the other finders do, and has its loader call `add_model` afterwards."""
 
     def find_spec(self, fullname, path=None, target=None):
         if fullname != TABLE:

@@ -29,7 +29,10 @@ BLOCKS = {"is_prefix_caching", "pa_block_size", "pa_num_blocks"}  # flags of the
 
 
 def settings_of_server(settings: Settings, sampling_given: bool = False) -> Settings:
-    """`settings` completed as vllm-neuron completes its server's flags. `sampling_given`: where to sample stays as it is."""
+    """Returns `settings` completed as vllm-neuron completes its server's flags.
+
+    With `sampling_given` on_device_sampling_config stays as it is. Raises SmolLM3Error where pa_num_blocks is given.
+    """
     if settings.pa_num_blocks is not None:
         raise SmolLM3Error(
             f"pa_num_blocks is {settings.pa_num_blocks}: leave it out, vllm-neuron takes enough for full lines"
@@ -44,9 +47,9 @@ def settings_of_server(settings: Settings, sampling_given: bool = False) -> Sett
 
 
 def override(settings: Settings) -> dict[str, Any]:
-    """`override_neuron_config` of a server that needs these settings: where they differ from its defaults."""
-    defaults = Settings(settings.tp_degree, settings.batch_size, settings.seq_len, max_context_length=settings.seq_len)
-    defaults = asdict(settings_of_server(defaults))
+    """Returns a server's `override_neuron_config` for these settings: where they differ from its defaults."""
+    flags = Settings(settings.tp_degree, settings.batch_size, settings.seq_len, max_context_length=settings.seq_len)
+    defaults = asdict(settings_of_server(flags))
     return {
         name: value
         for name, value in asdict(settings).items()
@@ -55,7 +58,7 @@ def override(settings: Settings) -> dict[str, Any]:
 
 
 def serve_command(artifact: Artifact) -> str:
-    """The command that serves the artifact."""
+    """Returns the command line that serves the artifact."""
     settings, folder = artifact.settings, artifact.path.resolve()
     words = ["vllm", "serve", artifact.manifest["model"]["folder"]]
     for name, flag in FLAGS.items():
@@ -65,8 +68,8 @@ def serve_command(artifact: Artifact) -> str:
         words += ["--enable-prefix-caching", "--block-size", str(settings.pa_block_size)]
     else:
         words.append("--no-enable-prefix-caching")
-    if needed := override(settings):
-        words += ["--additional-config", json.dumps({"override_neuron_config": needed})]
+    if overridden := override(settings):
+        words += ["--additional-config", json.dumps({"override_neuron_config": overridden})]
     if (folder / VLLM_TEMPLATE).is_file():
         words += ["--chat-template", str(folder / VLLM_TEMPLATE), "--reasoning-parser", "qwen3"]
         words += ["--tool-parser-plugin", str(Path(__file__).with_name("tool_parser.py"))]
@@ -75,10 +78,11 @@ def serve_command(artifact: Artifact) -> str:
 
 
 def check_folder(config: Any) -> None:
-    """SmolLM3Error where NEURON_COMPILED_ARTIFACTS is not what a server with this config would compile.
+    """Raises SmolLM3Error where NEURON_COMPILED_ARTIFACTS is not what a server with this config would compile.
 
-    Else the server would run what the folder says, whatever its flags; or, where a file is missing, compile over it. A
-    folder without neuron_config.json is nothing yet: the server compiles into it.
+    `config` is a SmolLM3InferenceConfig. Unchecked, the server would run what the folder says, whatever its flags; or,
+    where a file is missing, compile over it. A folder without neuron_config.json is nothing yet: the server compiles
+    into it.
     """
     folder = Path(os.environ.get(FOLDER, ""))
     if not os.environ.get(FOLDER) or not (folder / "neuron_config.json").is_file():
@@ -86,25 +90,23 @@ def check_folder(config: Any) -> None:
     if (folder / MANIFEST).is_file():
         open_artifact(folder, "neuron")
     try:
-        there = json.loads((folder / "neuron_config.json").read_text(encoding="utf-8"))
-        neuron_there = there["neuron_config"]
+        made_for = json.loads((folder / "neuron_config.json").read_text(encoding="utf-8"))
+        made_with = made_for["neuron_config"]
     except (ValueError, KeyError, TypeError) as error:
         raise SmolLM3Error(f"{folder / 'neuron_config.json'}: damaged ({error!r}); compile again") from None
-    wanted = json.loads(config.to_json_string())
+    asked_for = json.loads(config.to_json_string())
+    is_prefix_caching = config.neuron_config.is_prefix_caching or made_with.get("is_prefix_caching")
     for field in fields(Settings):
-        made, asked = neuron_there.get(field.name), wanted["neuron_config"].get(field.name)
-        is_read = (
-            field.name not in BLOCKS or config.neuron_config.is_prefix_caching or neuron_there.get("is_prefix_caching")
-        )
-        if made != asked and is_read:
+        made, asked = made_with.get(field.name), asked_for["neuron_config"].get(field.name)
+        if made != asked and (field.name not in BLOCKS or is_prefix_caching):
             flag = FLAGS.get(field.name, "override_neuron_config")
             raise SmolLM3Error(
-                f"{FOLDER}={folder} was made with {field.name} {made!r}, the server asks for {asked!r}: change {flag}, or "
-                "compile for it"
+                f"{FOLDER}={folder} was made with {field.name} {made!r}, the server asks for {asked!r}: change {flag}, "
+                "or compile for it"
             )
     for name in (*REQUIRED, "no_rope_layers", "rope_theta", "rope_scaling", "tie_word_embeddings"):
-        if there.get(name) != wanted.get(name):
+        if made_for.get(name) != asked_for.get(name):
             raise SmolLM3Error(
-                f"{FOLDER}={folder} was made for a checkpoint with {name} {there.get(name)!r}, the one to be served has "
-                f"{wanted.get(name)!r}: serve that checkpoint, or compile this one"
+                f"{FOLDER}={folder} was made for a checkpoint with {name} {made_for.get(name)!r}, the one to be served "
+                f"has {asked_for.get(name)!r}: serve that checkpoint, or compile this one"
             )

@@ -1,9 +1,9 @@
 """vLLM's `--tool-parser-plugin`: SmolLM3's tool calls, `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
 
-vLLM's own parser for that form, `hermes`, reads a stream token by token: it loses a call of which one step brings more than
-a token (as a busy server's may), the `{}` of a call without arguments, and text that is no call after all. This one hands a
-call on when it is whole, and all that is no call as text; of a call that breaks off, a stream shows nothing. vLLM 0.11 to
-0.13; imported by the server alone.
+vLLM's own parser for that form, `hermes`, reads a stream token by token: it loses a call of which one step brings more
+than a token (as a busy server's may), the `{}` of a call without arguments, and text that is no call after all. This
+one hands a call on when it is whole, and all that is no call as text; of a call that breaks off, a stream shows
+nothing. It is written for vLLM 0.11 to 0.13, and imported by the server alone.
 """
 
 import json
@@ -27,7 +27,7 @@ START, END = "<tool_call>", "</tool_call>"
 
 
 def read_call(text: str) -> dict[str, Any] | None:
-    """{"name", "arguments"} of what stands between the tags; None where it is no call."""
+    """Returns "name" and "arguments" of what stands between the tags, or None where it is no call."""
     try:
         call = json.loads(text)
         name, arguments = call["name"], call.get("arguments", {})
@@ -37,29 +37,34 @@ def read_call(text: str) -> dict[str, Any] | None:
 
 
 def read(text: str) -> tuple[str, list[dict[str, Any]], int]:
-    """The text outside of calls, the calls, and how many characters these two cover: a call that has begun is left."""
-    outside, calls, at = "", [], 0
-    while (start := text.find(START, at)) >= 0:
-        outside += text[at:start]
+    """Returns the text outside of calls, the calls, and how many characters the two cover.
+
+    Of a call that has begun and not ended nothing is covered.
+    """
+    outside, calls, position = "", [], 0
+    while (start := text.find(START, position)) >= 0:
+        outside += text[position:start]
         end = text.find(END, start)
         if end < 0:
             return outside, calls, start
         call = read_call(text[start + len(START) : end])
-        at = end + len(END)
+        position = end + len(END)
         if call is None:
-            outside += text[start:at]
+            outside += text[start:position]
         else:
             calls.append(call)
     # a tag that is no token of its own may come in parts
-    begun = next((n for n in range(len(START) - 1, 0, -1) if text.endswith(START[:n], at)), 0)
-    return outside + text[at : len(text) - begun], calls, len(text) - begun
+    begun = next((n for n in range(len(START) - 1, 0, -1) if text.endswith(START[:n], position)), 0)
+    return outside + text[position : len(text) - begun], calls, len(text) - begun
 
 
 @ToolParserManager.register_module("smollm3")
 class SmolLM3ToolParser(ToolParser):
+    """What the server calls with an answer that is whole, or with what a stream's step added to one."""
+
     def __init__(self, tokenizer, *args, **kwargs):
         super().__init__(tokenizer, *args, **kwargs)
-        self.position = 0  # in the answer: what is before it was handed on
+        self.position = 0  # in the answer; what is before it was handed on
 
     def adjust_request(self, request):
         if request.tools and request.tool_choice != "none":

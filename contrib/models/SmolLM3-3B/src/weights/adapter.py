@@ -28,7 +28,7 @@ UNDERSTOOD = {
     "inference_mode", "lora_dropout", "loftq_config", "eva_config", "corda_config", "megatron_core", "qalora_group_size",
     "runtime_config", "peft_version",
 }  # fmt: skip
-MERGE_INSTEAD = "merge it with scripts/compile.py --merge-adapter"
+MERGE_INSTEAD = "merge it into the weights"
 KEEPS_THE_WEIGHTS = (True, False, None, "gaussian", "eva", "orthogonal")
 # end of a tensor's name -> what it is to the tensor that stands first
 ROLES = {
