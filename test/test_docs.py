@@ -71,6 +71,13 @@ def without_measures(line: str) -> str:
     return " ".join(re.sub(r"\d+\.\d+(e[-+]\d+)?", "#", line).split())
 
 
+def test_what_another_document_runs_stands_there():
+    for path, match in BLOCKS:
+        if found := re.fullmatch(r"run: in (\S+\.md)", match["mark"]):
+            there = [m["code"].splitlines() for p, m in BLOCKS if p == path.parent / found[1] and m["mark"] == "run"]
+            assert set(match["code"].splitlines()) <= set(sum(there, [])), name((path, match))
+
+
 def test_output_that_is_shown_follows_a_block_that_runs():
     shown = [at for at, (_, match) in enumerate(ALL_BLOCKS) if match["mark"] == PRINTED]
     assert shown and [ALL_BLOCKS[at - 1][1]["mark"] for at in shown] == ["run"] * len(shown)
