@@ -188,3 +188,11 @@ def test_every_flag_that_is_named_is_taken(path):
             if not re.search(rf"{flag}(?![\w-])", help_of(found[1])):
                 unknown.append(f"{found[1]} {flag}")
     assert unknown == []
+
+
+def test_every_target_of_make_that_is_named_is_one():
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
+    lines = [span for path in DOCUMENTS for span in spans(path)]
+    lines += [line for _, match in BLOCKS for line in match["code"].splitlines()]
+    named = {found[1] for found in (re.match(r"make ([a-z][\w-]*)", line) for line in lines) if found}
+    assert "test" in named and named <= set(targets)
