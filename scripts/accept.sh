@@ -60,4 +60,4 @@ step benchmark "$python" scripts/benchmark.py "$output/artifact" --device "$devi
     --new-tokens "$room" --json "$output/benchmark.json" --plot "$output/benchmark.html"
 step vllm "$python" scripts/acceptance.py vllm "$output/artifact" --device "$device" --json "$output/vllm.json"
 step line "$python" scripts/acceptance.py line "$output"
-echo "results: $output; the line for compatibility.md is the one above"
+echo "results: $output; the row for docs/evidence.md is the one above"

@@ -82,7 +82,7 @@ def vllm(args: argparse.Namespace) -> dict:
 
 
 def line(folder: Path) -> str:
-    """The row for compatibility.md."""
+    """The row for docs/evidence.md."""
     read = {
         name: json.loads((folder / f"{name}.json").read_text())
         for name in ("environment", "validate", "benchmark", "vllm")

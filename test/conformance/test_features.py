@@ -1,6 +1,6 @@
 """Each feature, token for token against transformers: on nxd_cpu, and on the real library's sources with --nxd-source.
 
-A feature that a place cannot take says so in `only`; compatibility.md has the reasons.
+A feature that a place cannot take says so in `only`; docs/evidence.md has the reasons.
 """
 
 import json
