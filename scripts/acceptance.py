@@ -1,4 +1,10 @@
-"""The steps of scripts/accept.sh that are no command of their own: environment, vllm, line."""
+"""The steps of scripts/accept.sh that are no command of their own.
+
+    python scripts/acceptance.py environment --json environment.json
+
+`environment` says what machine it is, `vllm ARTIFACT` asks the artifact through vLLM, `line FOLDER` makes a row for
+docs/evidence.md of the folder of results.
+"""
 
 import argparse
 import importlib.util
@@ -17,25 +23,26 @@ from smollm3_neuron.errors import SmolLM3Error
 from smollm3_neuron.machine.preflight import available_memory, choose_place, instance_type
 from smollm3_neuron.vllm.serving import FOLDER, override
 
+STEPS = ("environment", "vllm", "line")
 PROMPT, ANSWER = "The square root of 144 is", "12"
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    steps = parser.add_subparsers(dest="step", required=True)
-    for name in ("environment", "vllm", "line"):
-        step = steps.add_parser(name)
-        if name != "environment":
-            step.add_argument("folder", type=Path, help="the artifact" if name == "vllm" else "the folder of results")
-        if name != "line":
-            step.add_argument("--json", type=Path, required=True)
-            common.add_device(step)
-    return parser.parse_args()
+    parser = common.Parser(__doc__, "STEP [FOLDER]")
+    parser.add_argument("step", choices=STEPS, metavar="STEP", help=", ".join(STEPS))
+    parser.add_argument("folder", type=Path, nargs="?", metavar="FOLDER", help="the artifact, or the folder of results")
+    group = parser.add_argument_group("environment and vllm")
+    group.add_argument("--json", type=Path, metavar="FILE", help="what the step writes")
+    common.add_device(group)
+    args = parser.parse_args()
+    if (args.folder is None) != (args.step == "environment") or (args.json is None) != (args.step == "line"):
+        parser.error("environment --json FILE, vllm ARTIFACT --json FILE, or line FOLDER")
+    return args
 
 
 def environment(args: argparse.Namespace) -> dict:
     """What a reader of the results needs to know of the machine."""
-    found = {
+    facts = {
         "place": choose_place(args.device),
         "instance": instance_type(),
         "cpus": os.cpu_count(),
@@ -48,11 +55,11 @@ def environment(args: argparse.Namespace) -> dict:
     }
     for tool in ("neuron-ls", "neuronx-cc --version", "modinfo -F version neuron"):
         if shutil.which(tool.split()[0]):
-            found[tool] = subprocess.run(tool.split(), capture_output=True, text=True, timeout=60).stdout.strip()
-    return found
+            facts[tool] = subprocess.run(tool.split(), capture_output=True, text=True, timeout=60).stdout.strip()
+    return facts
 
 
-def vllm(args: argparse.Namespace) -> dict:
+def ask_vllm(args: argparse.Namespace) -> dict:
     """One prompt through vLLM with vllm-neuron, on the artifact itself; never run on a device by this project."""
     place = choose_place(args.device)
     missing = [name for name in ("vllm", "vllm_neuron") if importlib.util.find_spec(name) is None]
@@ -81,28 +88,25 @@ def vllm(args: argparse.Namespace) -> dict:
     return {"ran": True, "answer": text}
 
 
-def line(folder: Path) -> str:
+def compatibility_row(folder: Path) -> str:
     """The row for docs/evidence.md."""
-    read = {
-        name: json.loads((folder / f"{name}.json").read_text())
-        for name in ("environment", "validate", "benchmark", "vllm")
-    }
-    here, judged = read["environment"], read["validate"]
-    asked = [case for case in judged["cases"] if case["kind"] == "prompt"]
-    rows = {row["engine"]: row for row in read["benchmark"]["rows"]}
-    speed = f"{rows['artifact']['tokens_per_second']:.1f}, {rows['artifact']['decode_ratio']:.2f}x"
-    library = here["versions"]["neuronx-distributed-inference"]
+    environment, validation, benchmark, vllm = (
+        json.loads((folder / f"{step}.json").read_text()) for step in ("environment", "validate", "benchmark", "vllm")
+    )
+    on_device, versions = environment["place"] == "neuron", environment["versions"]
+    prompts = [case for case in validation["cases"] if case["kind"] == "prompt"]
+    (speed,) = (row for row in benchmark["rows"] if row["engine"] == "artifact")
     cells = (
-        here["instance"] if here["place"] == "neuron" else f"a CPU, {here['cpus']} cores",
-        library if here["place"] == "neuron" else "none: nxd_cpu",
-        here["versions"]["neuronx-cc"] or "none",
-        judged["model"],
-        judged["settings"]["tp_degree"],
-        judged["settings"]["torch_dtype"],
-        judged["verdict"],
-        f"{sum(case['token_match'] == 1 for case in asked)} of {len(asked)}",
-        speed,
-        "passed" if read["vllm"]["ran"] else f"not run: {read['vllm']['why']}",
+        environment["instance"] if on_device else f"a CPU, {environment['cpus']} cores",
+        versions["neuronx-distributed-inference"] if on_device else "none: nxd_cpu",
+        versions["neuronx-cc"] or "none",
+        validation["model"],
+        validation["settings"]["tp_degree"],
+        validation["settings"]["torch_dtype"],
+        validation["verdict"],
+        f"{sum(case['token_match'] == 1 for case in prompts)} of {len(prompts)}",
+        f"{speed['tokens_per_second']:.1f}, {speed['decode_ratio']:.2f}x",
+        "passed" if vllm["ran"] else f"not run: {vllm['why']}",
     )
     return f"| {' | '.join(map(str, cells))} |"
 
@@ -110,11 +114,11 @@ def line(folder: Path) -> str:
 def main() -> None:
     args = parse_args()
     if args.step == "line":
-        print(line(args.folder))
+        print(compatibility_row(args.folder))
         return
-    found = {"environment": environment, "vllm": vllm}[args.step](args)
-    args.json.write_text(json.dumps(found, indent=1) + "\n")
-    print(json.dumps(found))
+    result = environment(args) if args.step == "environment" else ask_vllm(args)
+    args.json.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

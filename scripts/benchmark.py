@@ -1,4 +1,6 @@
-"""Speed and memory of artifacts beside transformers: python scripts/benchmark.py ARTIFACT [ARTIFACT ...]
+"""Speed and memory of artifacts beside transformers.
+
+    python scripts/benchmark.py artifacts/tiny-tp2 --prompt-lengths 32 --new-tokens 16
 
 Each artifact runs at its own batch size and TP degree, and beside it transformers' `generate` with the same weights,
 dtype, threads and prompts, eager with its dynamic cache and with a static one. Every model is a process of its own; the
@@ -8,23 +10,20 @@ nothing else added: on a shared machine only they say something.
 
 import argparse
 import json
-import logging
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-import warnings
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
 import common
 import svg
+from engines import Engine
 
 from smollm3_neuron.artifact.build import compile_artifact
-from smollm3_neuron.artifact.folder import open_artifact
+from smollm3_neuron.artifact.folder import Artifact, open_artifact
 from smollm3_neuron.artifact.settings import Settings
 from smollm3_neuron.errors import SmolLM3Error
 from smollm3_neuron.machine.preflight import choose_place
@@ -43,143 +42,39 @@ TRANSFORMERS = {"transformers": None, "transformers, static cache": "static"}  #
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("artifacts", type=Path, nargs="*", metavar="ARTIFACT")
-    parser.add_argument(
-        "--shape", choices=SHAPES, help="make and compile a model of this shape with random weights instead"
+    parser = common.Parser(__doc__, "[ARTIFACT ...]")
+    parser.add_argument("artifacts", type=Path, nargs="*", metavar="ARTIFACT", help="folders that compile.py made")
+    random = parser.add_argument_group("instead of artifacts, random weights")
+    random.add_argument("--shape", choices=SHAPES, help="make and compile a model of this shape")
+    random.add_argument("--dtype", default=Settings.torch_dtype, help="default: %(default)s")
+    random.add_argument("--tp", type=int, nargs="+", default=[1], metavar="N", help="TP degrees (default: 1)")
+    random.add_argument("--batch-size", type=int, nargs="+", default=[1], metavar="N", help="default: 1")
+    run = parser.add_argument_group("what is run")
+    common.add_device(run)
+    run.add_argument("--prompt-lengths", type=int, nargs="+", default=[128], metavar="N", help="tokens (default: 128)")
+    run.add_argument("--new-tokens", type=int, default=64, metavar="N", help="default: %(default)s")
+    run.add_argument(
+        "--rounds", type=int, default=3, metavar="N", help="measured, after one that is not (default: %(default)s)"
     )
-    parser.add_argument("--dtype", default=Settings.torch_dtype, help="of --shape (default: %(default)s)")
-    parser.add_argument("--tp", type=int, nargs="+", default=[1], help="of --shape (default: 1)")
-    parser.add_argument("--batch-size", type=int, nargs="+", default=[1], help="of --shape (default: 1)")
-    parser.add_argument(
-        "--prompt-lengths", type=int, nargs="+", default=[128], metavar="N", help="tokens (default: 128)"
-    )
-    parser.add_argument("--new-tokens", type=int, default=64, help="default: %(default)s")
-    parser.add_argument("--rounds", type=int, default=3, help="measured, after one that is not (default: %(default)s)")
     threads = int(os.environ.get("OMP_NUM_THREADS", os.cpu_count()))
-    parser.add_argument(
-        "--threads", type=int, default=threads, help="of the host, for each model (default: %(default)s)"
+    run.add_argument(
+        "--threads", type=int, default=threads, metavar="N", help="of the host, for each model (default: %(default)s)"
     )
-    parser.add_argument("--without-transformers", action="store_true", help="the artifacts alone")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="everything that was measured, in seconds and bytes")
-    parser.add_argument(
+    run.add_argument("--without-transformers", action="store_true", help="the artifacts alone")
+    outputs = parser.add_argument_group("what is written")
+    outputs.add_argument("--json", type=Path, metavar="FILE", help="everything that was measured, in seconds and bytes")
+    outputs.add_argument(
         "--plot", type=Path, metavar="FILE.html", help="a page with the table and plots over the prompt length"
     )
-    parser.add_argument("--worker", help=argparse.SUPPRESS)  # what one process runs, as JSON
-    common.add_device(parser)
     return parser.parse_args()
 
 
-# ---- the worker: loads one model, then answers each line (a batch of prompts) with the times of its tokens ----
-
-
-def anonymous_memory() -> int:
-    """Bytes of this process that no file backs."""
-    status = Path("/proc/self/status").read_text()
-    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon:"))
-
-
-def work(job: dict) -> None:
-    import torch
-
-    torch.set_num_threads(job["threads"])
-    logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")
-    run = artifact_runner if job["engine"] == "artifact" else transformers_runner
-    import transformers.models.smollm3.modeling_smollm3  # imports are not loading
-
-    transformers.utils.logging.disable_progress_bar()
-
-    before, began = anonymous_memory(), time.perf_counter()
-    answer = run(job)
-    load = time.perf_counter() - began
-    print(json.dumps({"load": load}), flush=True)
-    for line in sys.stdin:
-        order = json.loads(line)
-        began, stamps = time.perf_counter(), []
-        with torch.no_grad():
-            answer(order["prompts"], order["new_tokens"], lambda: stamps.append(time.perf_counter()))
-        found = {"first": stamps[0] - began, "gaps": [b - a for a, b in zip(stamps, stamps[1:])]}
-        print(json.dumps({**found, "memory": anonymous_memory() - before}), flush=True)
-
-
-def artifact_runner(job: dict):
-    choose_place(job["place"])
-    from smollm3_neuron.generate.generation import generate
-
-    model = open_artifact(Path(job["artifact"]), job["place"]).load()
-
-    def answer(prompts, new_tokens, stamp):
-        generate(model, prompts, new_tokens, on_token=lambda row, token: stamp() if row == 0 else None)
-
-    return answer
-
-
-def transformers_runner(job: dict):
-    import torch
-    from transformers.generation.streamers import BaseStreamer
-
-    from smollm3_neuron.check.altered_reference import load_altered_reference
-
-    model = load_altered_reference(job["checkpoint"], getattr(torch, job["dtype"]), job["adapter"])
-
-    class Stamps(BaseStreamer):
-        def __init__(self, stamp):
-            self.stamp, self.is_prompt = stamp, True
-
-        def put(self, value):
-            if not self.is_prompt:
-                self.stamp()
-            self.is_prompt = False
-
-        def end(self):
-            pass
-
-    def answer(prompts, new_tokens, stamp):
-        input_ids = torch.tensor(prompts)
-        model.generate(
-            input_ids,
-            attention_mask=torch.ones_like(input_ids),
-            max_new_tokens=new_tokens,
-            do_sample=False,
-            temperature=None,
-            top_p=None,
-            eos_token_id=None,
-            pad_token_id=0,
-            cache_implementation=job["cache"],
-            streamer=Stamps(stamp),
-        )
-
-    return answer
-
-
-class Worker:
-    def __init__(self, name: str, job: dict):
-        self.name = name
-        command = [sys.executable, __file__, "--worker", json.dumps(job)]
-        environment = {**os.environ, "OMP_NUM_THREADS": str(job["threads"])}
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
-        self.load = self._answer()["load"]
-
-    def __call__(self, prompts: list[list[int]], new_tokens: int) -> dict:
-        self.process.stdin.write(json.dumps({"prompts": prompts, "new_tokens": new_tokens}) + "\n")
-        self.process.stdin.flush()
-        return self._answer()
-
-    def _answer(self) -> dict:
-        for line in self.process.stdout:
-            if line.startswith("{"):  # a library may print, too
-                return json.loads(line)
-        raise SmolLM3Error(f"{self.name}: its process ended with code {self.process.wait()}; what it said is above")
-
-    def close(self) -> None:
-        self.process.stdin.close()
-        self.process.wait()
-
-
-# ---- what is measured ----
+def check_args(args: argparse.Namespace) -> None:
+    if bool(args.artifacts) == bool(args.shape):
+        raise SmolLM3Error("pass artifacts, or --shape, and not both")
+    for name, least in (("new_tokens", 2), ("rounds", 1), ("threads", 1)):
+        if getattr(args, name) < least:
+            raise SmolLM3Error(f"{name} is {getattr(args, name)}, allowed is a whole number of at least {least}")
 
 
 @dataclass
@@ -205,12 +100,15 @@ class Row:
     decode_ratio: float | None = None
 
 
-def percentile(values: list[float], share: float) -> float:
-    return sorted(values)[min(int(share * len(values)), len(values) - 1)]
+def percentile(times: list[float], share: float) -> float:
+    return sorted(times)[min(int(share * len(times)), len(times) - 1)]
 
 
 def ceilings(place: str, dtype: str, threads: int) -> tuple[float, float]:
-    """Bytes and operations per second at best: of one NeuronCore as published; of this CPU as measured now, all threads."""
+    """Bytes and operations per second at best.
+
+    On a device: of one NeuronCore, as published. On the CPU: of all its threads, as measured now.
+    """
     if place == "neuron":
         return HBM_BANDWIDTH, FLOPS
     import torch
@@ -219,7 +117,7 @@ def ceilings(place: str, dtype: str, threads: int) -> tuple[float, float]:
     memory, size = torch.ones(1 << 26), 1024
     square = torch.ones(size, size, dtype=getattr(torch, dtype))
 
-    def best(work) -> float:
+    def least_seconds(work) -> float:
         times = []
         for _ in range(5):
             began = time.perf_counter()
@@ -227,162 +125,193 @@ def ceilings(place: str, dtype: str, threads: int) -> tuple[float, float]:
             times.append(time.perf_counter() - began)
         return min(times)
 
-    return memory.nbytes / best(memory.sum), 2 * size**3 / best(lambda: square @ square)
+    return memory.nbytes / least_seconds(memory.sum), 2 * size**3 / least_seconds(lambda: square @ square)
 
 
-def measure(artifact, place: str, args: argparse.Namespace, best: tuple[float, float]) -> list[Row]:
-    """One artifact and transformers beside it."""
+def measure(artifact: Artifact, place: str, args: argparse.Namespace, ceiling: tuple[float, float]) -> list[Row]:
+    """One artifact and transformers beside it; `ceiling` are the bytes and operations per second at best."""
     settings, checkpoint = artifact.settings, artifact.manifest["model"]["folder"]
     config = read_config(checkpoint)
     for length in args.prompt_lengths:
         if not 1 <= length <= settings.max_context_length or length + args.new_tokens > settings.seq_len:
             raise SmolLM3Error(
-                f"{artifact.path}: --prompt-lengths {length} and --new-tokens {args.new_tokens} do not fit into its context of "
-                f"{settings.max_context_length} and sequence of {settings.seq_len}"
+                f"{artifact.path}: --prompt-lengths {length} and --new-tokens {args.new_tokens} do not fit into its "
+                f"context of {settings.max_context_length} and sequence of {settings.seq_len}"
             )
-    job = {"place": place, "threads": args.threads, "dtype": settings.torch_dtype}
-    job |= {"checkpoint": checkpoint, "adapter": artifact.adapter}
-    workers = [Worker("artifact", {**job, "engine": "artifact", "artifact": str(artifact.path)})]
-    if not args.without_transformers:
-        workers += [Worker(name, {**job, "engine": name, "cache": cache}) for name, cache in TRANSFORMERS.items()]
+    engines = start_engines(artifact, place, args)
     rows = []
     for length in args.prompt_lengths:
         prompts = [
-            [(7 + 31 * i + 17 * row) % (config.vocab_size - 1) + 1 for i in range(length)]
+            [(7 + 31 * position + 17 * row) % (config.vocab_size - 1) + 1 for position in range(length)]
             for row in range(settings.batch_size)
         ]
-        found = {worker: [] for worker in workers}
-        for turn in range(args.rounds + 1):
-            for worker in workers:
-                measured = worker(prompts, args.new_tokens)
-                if turn:
-                    found[worker].append(measured)
-        of_length = [row_of(artifact, worker, length, found[worker]) for worker in workers]
+        rounds = take_turns(engines, prompts, args.new_tokens, args.rounds)
+        rows_of_length = [make_row(artifact, engine, length, rounds[engine]) for engine in engines]
         sizes = settings.tp_degree, settings.seq_len, settings.batch_size, settings.torch_dtype, length
         estimate = Estimate(config, *sizes)
-        share(of_length[0], estimate, best, place)
-        for row in of_length[1:]:
-            if row.engine == "transformers":
-                for mine in of_length:
-                    mine.first_token_ratio, mine.decode_ratio = (a / b for a, b in zip(row.least, mine.least))
-        rows += of_length
-    for worker in workers:
-        worker.close()
+        add_utilization(rows_of_length[0], estimate, ceiling, place)
+        add_ratios(rows_of_length)
+        rows += rows_of_length
+    for engine in engines:
+        engine.close()
     return rows
 
 
-def row_of(artifact, worker: Worker, length: int, found: list[dict]) -> Row:
-    gaps = [gap for one in found for gap in one["gaps"]]
+def start_engines(artifact: Artifact, place: str, args: argparse.Namespace) -> list[Engine]:
+    job = {
+        "place": place,
+        "threads": args.threads,
+        "dtype": artifact.settings.torch_dtype,
+        "checkpoint": artifact.manifest["model"]["folder"],
+        "adapter": artifact.adapter,
+    }
+    engines = [Engine("artifact", {**job, "artifact": str(artifact.path)})]
+    if not args.without_transformers:
+        engines += [Engine(name, {**job, "cache": cache}) for name, cache in TRANSFORMERS.items()]
+    return engines
+
+
+def take_turns(engines: list[Engine], prompts: list, new_tokens: int, rounds: int) -> dict[Engine, list[dict]]:
+    """What each engine measured in each round but the first, which only warms it up."""
+    measured: dict[Engine, list[dict]] = {engine: [] for engine in engines}
+    for turn in range(rounds + 1):
+        for engine in engines:
+            times = engine.measure(prompts, new_tokens)
+            if turn:
+                measured[engine].append(times)
+    return measured
+
+
+def make_row(artifact: Artifact, engine: Engine, length: int, rounds: list[dict]) -> Row:
+    gaps = [gap for times in rounds for gap in times["gaps"]]
+    firsts = [times["first"] for times in rounds]
     percentiles = {f"p{share}": percentile(gaps, share / 100) for share in (50, 90, 99)}
-    is_artifact, settings = worker.name == "artifact", artifact.settings
-    firsts = [one["first"] for one in found]
+    is_artifact, settings = engine.name == "artifact", artifact.settings
     return Row(
-        artifact.path.name,
-        worker.name,
-        settings.tp_degree if is_artifact else 1,
-        settings.batch_size,
-        length,
-        statistics.median(firsts),
-        (min(firsts), min(gaps)),
-        percentiles,
-        settings.batch_size / percentiles["p50"],
-        max(one["memory"] for one in found),
-        worker.load,
-        artifact.manifest["seconds"]["compile"] if is_artifact else None,
+        artifact=artifact.path.name,
+        engine=engine.name,
+        tp_degree=settings.tp_degree if is_artifact else 1,
+        batch_size=settings.batch_size,
+        prompt_length=length,
+        first_token=statistics.median(firsts),
+        least=(min(firsts), min(gaps)),
+        percentiles=percentiles,
+        tokens_per_second=settings.batch_size / percentiles["p50"],
+        memory=max(times["memory"] for times in rounds),
+        load=engine.load,
+        compile=artifact.manifest["seconds"]["compile"] if is_artifact else None,
     )
 
 
-def share(row: Row, estimate: Estimate, best: tuple[float, float], place: str) -> None:
+def add_utilization(row: Row, estimate: Estimate, ceiling: tuple[float, float], place: str) -> None:
     """Shares of the ceilings that are used; the CPU's are all ranks' together. Every step reads the caches whole."""
     ranks = 1 if place == "neuron" else estimate.tp_degree
-    bandwidth, flops = best
+    bandwidth, flops = ceiling
     row.mfu_prefill = ranks * estimate.prefill_flops / row.first_token / flops
     row.mfu = ranks * estimate.decode_flops / row.percentiles["p50"] / flops
     row.mbu = ranks * estimate.decode_bytes / row.percentiles["p50"] / bandwidth
 
 
-def make_artifacts(args: argparse.Namespace, place: str, scratch: Path) -> list:
+def add_ratios(rows: list[Row]) -> None:
+    """How many times as fast as transformers with its dynamic cache each row of one prompt length is."""
+    for baseline in (row for row in rows if row.engine == "transformers"):
+        for row in rows:
+            row.first_token_ratio, row.decode_ratio = (theirs / own for theirs, own in zip(baseline.least, row.least))
+
+
+def make_artifacts(args: argparse.Namespace, place: str, scratch: Path) -> list[Artifact]:
     """A random checkpoint of --shape, compiled for each TP degree and batch size."""
     folder = scratch / args.shape
     folder.mkdir()
     common.make_checkpoint(folder, {**SMOLLM3_3B, **SHAPES[args.shape]})
-    made = []
+    longest, artifacts = max(args.prompt_lengths), []
     for tp_degree in args.tp:
         for batch_size in args.batch_size:
             print(f"compiling {args.shape} for TP {tp_degree}, batch {batch_size} ...", flush=True)
-            settings = Settings(
-                tp_degree, batch_size, max(args.prompt_lengths) + args.new_tokens, max(args.prompt_lengths), args.dtype
-            )
+            settings = Settings(tp_degree, batch_size, longest + args.new_tokens, longest, args.dtype)
             output = scratch / f"{args.shape}-tp{tp_degree}-batch{batch_size}"
-            made.append(compile_artifact(folder, output, settings, place, name=args.shape))
-    return made
+            artifacts.append(compile_artifact(folder, output, settings, place, name=args.shape))
+    return artifacts
 
 
-HEAD = (
-    "artifact", "engine", "TP", "batch", "prompt", "first token ms", "token ms p50/p90/p99", "tokens/s", "memory MB", "load s",
-    "compile s", "MFU prefill", "MFU", "MBU", "first token", "decode",
-)  # fmt: skip
+def cells(row: Row) -> dict[str, str]:
+    """Column -> text, of one row of the table."""
 
-
-def cells(row: Row) -> list[str]:
-    def shown(value, form):
+    def known(value: float | None, form: str) -> str:
         return "" if value is None else format(value, form)
 
-    return [
-        row.artifact,
-        row.engine,
-        str(row.tp_degree),
-        str(row.batch_size),
-        str(row.prompt_length),
-        f"{row.first_token * 1e3:.1f}",
-        "/".join(f"{value * 1e3:.2f}" for value in row.percentiles.values()),
-        f"{row.tokens_per_second:.1f}",
-        f"{row.memory / 1e6:.0f}",
-        f"{row.load:.2f}",
-        shown(row.compile, ".1f"),
-        shown(row.mfu_prefill, ".1%"),
-        shown(row.mfu, ".1%"),
-        shown(row.mbu, ".1%"),
-        shown(row.first_token_ratio, ".2f"),
-        shown(row.decode_ratio, ".2f"),
-    ]
+    return {
+        "artifact": row.artifact,
+        "engine": row.engine,
+        "TP": str(row.tp_degree),
+        "batch": str(row.batch_size),
+        "prompt": str(row.prompt_length),
+        "first token ms": f"{row.first_token * 1e3:.1f}",
+        "token ms p50/p90/p99": "/".join(f"{seconds * 1e3:.2f}" for seconds in row.percentiles.values()),
+        "tokens/s": f"{row.tokens_per_second:.1f}",
+        "memory MB": f"{row.memory / 1e6:.0f}",
+        "load s": f"{row.load:.2f}",
+        "compile s": known(row.compile, ".1f"),
+        "MFU prefill": known(row.mfu_prefill, ".1%"),
+        "MFU": known(row.mfu, ".1%"),
+        "MBU": known(row.mbu, ".1%"),
+        "first token": known(row.first_token_ratio, ".2f"),
+        "decode": known(row.decode_ratio, ".2f"),
+    }
 
 
 def table(rows: list[Row]) -> str:
-    lines = [f"| {' | '.join(HEAD)} |", "| " + " | ".join("---" for _ in HEAD) + " |"]
-    return "\n".join([*lines, *(f"| {' | '.join(cells(row))} |" for row in rows)])
+    columns = cells(rows[0])
+    lines = [
+        " | ".join(columns),
+        " | ".join("---" for _ in columns),
+        *(" | ".join(cells(row).values()) for row in rows),
+    ]
+    return "\n".join(f"| {line} |" for line in lines)
+
+
+def plot_over_lengths(rows: list[Row], title: str, measure_of, y_label: str) -> str:
+    series: dict[str, list] = {}
+    for row in rows:
+        series.setdefault(f"{row.artifact}: {row.engine}", []).append((row.prompt_length, measure_of(row)))
+    highest, lengths = max(map(measure_of, rows)), sorted({row.prompt_length for row in rows})
+    ticks = [(highest * part / 4, f"{highest * part / 4:.3g}") for part in range(5)]
+    x_ticks = [(length, str(length)) for length in lengths]
+    return svg.lines(title, series, ticks=ticks, x_ticks=x_ticks, x_label="prompt length", y_label=y_label)
 
 
 def page(rows: list[Row], notes: list[str]) -> str:
-    def over_lengths(title: str, value, y_label: str) -> str:
-        series: dict[str, list] = {}
-        for row in rows:
-            series.setdefault(f"{row.artifact}: {row.engine}", []).append((row.prompt_length, value(row)))
-        highest, lengths = max(value(row) for row in rows), sorted({row.prompt_length for row in rows})
-        ticks = [(highest * part / 4, f"{highest * part / 4:.3g}") for part in range(5)]
-        x_ticks = [(length, str(length)) for length in lengths]
-        return svg.lines(title, series, ticks=ticks, x_ticks=x_ticks, x_label="prompt length", y_label=y_label)
+    plots = plot_over_lengths(rows, "Tokens per second", lambda row: row.tokens_per_second, "tokens/s")
+    plots += plot_over_lengths(rows, "Time to first token", lambda row: row.first_token * 1e3, "ms")
+    paragraphs = "".join(f"<p>{escape(note)}</p>" for note in notes)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells(row).values())}</tr>" for row in rows)
+    return svg.page("benchmark.py", f"{paragraphs}{plots}<table>{svg.header(list(cells(rows[0])))}{body}</table>")
 
-    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells(row))}</tr>" for row in rows)
-    plots = over_lengths("Tokens per second", lambda row: row.tokens_per_second, "tokens/s")
-    plots += over_lengths("Time to first token", lambda row: row.first_token * 1e3, "ms")
-    facts = "".join(f"<p>{escape(note)}</p>" for note in notes)
-    return svg.page("benchmark.py", f"{facts}{plots}<table>{svg.header(HEAD)}{body}</table>")
+
+def make_notes(args: argparse.Namespace, place: str, artifacts: list[Artifact], reached: dict) -> list[str]:
+    """What the table's reader must know; `reached` maps a dtype to the ceilings of MBU and MFU."""
+    source = "a NeuronCore's, as published" if place == "neuron" else "this CPU's, measured in this run"
+    notes = [
+        f"{place}, {args.threads} threads, {args.new_tokens} new tokens, {args.rounds} rounds; the last two columns "
+        "are transformers' least time over the row's own, above 1 is faster; memory is what no file backs, over what "
+        "it was before loading"
+    ]
+    for artifact in artifacts:
+        if artifact.exported_because:
+            notes.append(f"{artifact.path.name}: its exported graphs run as they are: {artifact.exported_because}")
+    for dtype, (bandwidth, flops) in reached.items():
+        notes.append(
+            f"ceilings of MFU and MBU for {dtype}: {flops / 1e12:.3f} TFLOPS and {bandwidth / 1e9:.1f} GB/s, {source}"
+        )
+    return notes
 
 
 def main() -> None:
     args = parse_args()
-    if args.worker:
-        return work(json.loads(args.worker))
     common.check_outputs(args.json, args.plot)
-    if bool(args.artifacts) == bool(args.shape):
-        raise SmolLM3Error("pass artifacts, or --shape, and not both")
-    for name, least in (("new_tokens", 2), ("rounds", 1), ("threads", 1)):
-        if getattr(args, name) < least:
-            raise SmolLM3Error(f"{name} is {getattr(args, name)}, allowed is a whole number of at least {least}")
+    check_args(args)
     place = choose_place(args.device)
-    logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")
+    common.quiet()
     with tempfile.TemporaryDirectory(prefix="smollm3-benchmark-") as scratch:
         if args.shape:
             artifacts = make_artifacts(args, place, Path(scratch))
@@ -391,23 +320,10 @@ def main() -> None:
         rows, reached = [], {}
         for artifact in artifacts:
             dtype = artifact.settings.torch_dtype
-            reached[dtype] = reached.get(dtype) or ceilings(place, dtype, args.threads)
+            if dtype not in reached:
+                reached[dtype] = ceilings(place, dtype, args.threads)
             rows += measure(artifact, place, args, reached[dtype])
-    source = "a NeuronCore's, as published" if place == "neuron" else "this CPU's, measured in this run"
-    notes = [
-        f"{place}, {args.threads} threads, {args.new_tokens} new tokens, {args.rounds} rounds; the last two columns are "
-        "transformers' least time over the row's own, above 1 is faster; memory is what no file backs, over what it was before "
-        "loading",
-        *(
-            f"{artifact.path.name}: its exported graphs run as they are: {artifact.exported_because}"
-            for artifact in artifacts
-            if artifact.exported_because
-        ),
-        *(
-            f"ceilings of MFU and MBU for {dtype}: {flops / 1e12:.3f} TFLOPS and {bandwidth / 1e9:.1f} GB/s, {source}"
-            for dtype, (bandwidth, flops) in reached.items()
-        ),
-    ]
+    notes = make_notes(args, place, artifacts, reached)
     print("\n".join([table(rows), "", *notes]))
     if args.json:
         args.json.write_text(json.dumps({"notes": notes, "rows": [vars(row) for row in rows]}, indent=1) + "\n")

@@ -1,8 +1,10 @@
-"""What the commands share: arguments with the same meaning, random checkpoints, errors as one line."""
+"""What the commands share: help that begins with an example, arguments of one meaning, errors as one line."""
 
 import argparse
 import json
+import logging
 import sys
+import warnings
 from pathlib import Path
 
 try:
@@ -13,13 +15,39 @@ except ModuleNotFoundError:
     )
 
 
-def add_device(parser: argparse.ArgumentParser, more: str = "") -> None:
+class Parser(argparse.ArgumentParser):
+    """Arguments of a command, whose help begins with the example that the command's docstring gives.
+
+    `doc` is that docstring; its one indented line is the example. `positional` names the arguments without a flag.
+    """
+
+    def __init__(self, doc: str, positional: str = ""):
+        lines = doc.splitlines()
+        (self.example,) = (line.strip() for line in lines if line.startswith("    "))
+        description = "\n".join(line for line in lines if not line.startswith("    ")).replace("\n\n\n", "\n\n")
+        super().__init__(
+            usage=f"%(prog)s [options] {positional}".rstrip(),
+            description=description.strip(),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+
+    def format_help(self) -> str:
+        return f"example: {self.example}\n\n{super().format_help()}"
+
+
+def add_device(parser: argparse._ActionsContainer, more: str = "") -> None:
     places = f"neuron, cpu, {more}or auto: the device where the Neuron SDK is installed (default: auto)"
     parser.add_argument("--device", default="auto", help=places)
 
 
+def quiet() -> None:
+    """Keeps the libraries' warnings from a user: on the CPU they speak of devices and of what this project chose."""
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+
+
 def make_checkpoint(folder: Path, config: dict) -> None:
-    """Random bfloat16 weights for this config.json, in two safetensors files with an index."""
+    """Writes random bfloat16 weights for this config.json, in two safetensors files with an index."""
     import torch
     from safetensors.torch import save_file
 
@@ -31,20 +59,26 @@ def make_checkpoint(folder: Path, config: dict) -> None:
     weight_map = {}
     for number, part in enumerate((shapes[: len(shapes) // 2], shapes[len(shapes) // 2 :]), 1):
         file = f"model-0000{number}-of-00002.safetensors"
-        tensors = {
-            name if name.startswith("lm_head") else f"model.{name}": torch.empty(shape, dtype=torch.bfloat16).normal_(
-                std=0.02
-            )
-            for name, shape in part
-        }
+        tensors = {}
+        for name, shape in part:
+            name = name if name.startswith("lm_head") else f"model.{name}"
+            tensors[name] = torch.empty(shape, dtype=torch.bfloat16).normal_(std=0.02)
         save_file(tensors, folder / file, {"format": "pt"})
         weight_map |= dict.fromkeys(tensors, file)
     (folder / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     (folder / "config.json").write_text(json.dumps(config))
 
 
+def reference_folder(model: Path | None, artifact) -> Path:
+    """The checkpoint that an artifact is compared with: --model, or the one that it was compiled from."""
+    folder = model or Path(artifact.manifest["model"]["folder"])
+    if not (folder / "config.json").is_file():
+        raise SmolLM3Error(f"{folder}: the checkpoint is not there any more; pass it with --model FOLDER")
+    return folder
+
+
 def check_outputs(*paths: Path | None) -> None:
-    """Before the work: SmolLM3Error for a file that could not be written after it."""
+    """SmolLM3Error, before the work, for a file that could not be written after it."""
     for path in paths:
         if path and not path.absolute().parent.is_dir():
             raise SmolLM3Error(f"{path}: no such folder; name a file in one that exists")

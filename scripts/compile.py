@@ -1,13 +1,16 @@
-"""Compiles SmolLM3 to an artifact: python scripts/compile.py --tp 2"""
+"""Compiles SmolLM3 to an artifact: the graphs and one file of weights per rank, in a folder that can be moved.
+
+    python scripts/compile.py --model tiny --tp 2 --seq-len 128 --dtype float32
+
+Without --model it is SmolLM3-3B from the hub. On a machine without the Neuron SDK the graphs are for the CPU.
+"""
 
 import argparse
 import json
-import logging
 import shlex
 import sys
 import tempfile
 import time
-import warnings
 from dataclasses import fields
 from pathlib import Path
 
@@ -27,93 +30,131 @@ from smollm3_neuron.weights.quantization import PARTS, QUANTIZATION_TYPES
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default=DEFAULT_MODEL, help="hub id, folder or 'tiny' (default: %(default)s)")
-    parser.add_argument("--revision", help="of the hub id (default: the pinned one for the default model)")
-    parser.add_argument(
-        "--tp", type=int, default=Settings.tp_degree, help="tensor-parallel degree (default: %(default)s)"
+    parser = common.Parser(__doc__)
+    add_checkpoint(parser.add_argument_group("what is compiled"))
+    add_shape(parser.add_argument_group("degree, lengths and dtype"))
+    add_graphs(parser.add_argument_group("how the graphs are built"))
+    add_batching(parser.add_argument_group("requests and their cache"))
+    add_quantization(parser.add_argument_group("8-bit weights, on a device only"))
+    add_output(parser.add_argument_group("where it runs and what is written"))
+    return parser.parse_args()
+
+
+def add_checkpoint(group) -> None:
+    group.add_argument("--model", default=DEFAULT_MODEL, help="hub id, folder or 'tiny' (default: %(default)s)")
+    group.add_argument("--revision", help="of the hub id (default: the pinned one for the default model)")
+    group.add_argument(
+        "--merge-adapter", type=Path, metavar="FOLDER", help="a PEFT LoRA adapter to merge into the weights"
     )
-    parser.add_argument(
-        "--seq-len", type=int, default=Settings.seq_len, help="prompt and new tokens (default: %(default)s)"
+
+
+def add_shape(group) -> None:
+    group.add_argument(
+        "--tp", type=int, metavar="N", default=Settings.tp_degree, help="tensor-parallel degree (default: %(default)s)"
     )
-    parser.add_argument("--max-context-length", type=int, help="longest prompt (default: --seq-len)")
-    parser.add_argument("--batch-size", type=int, default=Settings.batch_size, help="default: %(default)s")
-    parser.add_argument(
+    group.add_argument(
+        "--seq-len",
+        type=int,
+        metavar="N",
+        default=Settings.seq_len,
+        help="prompt and new tokens (default: %(default)s)",
+    )
+    group.add_argument("--max-context-length", type=int, metavar="N", help="longest prompt (default: --seq-len)")
+    group.add_argument("--batch-size", type=int, metavar="N", default=Settings.batch_size, help="default: %(default)s")
+    group.add_argument(
         "--dtype", default=Settings.torch_dtype, help="bfloat16, float16 or float32 (default: %(default)s)"
     )
-    parser.add_argument("--fused-qkv", action="store_true", help="one projection for queries, keys and values")
-    parser.add_argument(
-        "--is-continuous-batching", action="store_true", help="requests come and go, each on its line of the cache"
+
+
+def add_graphs(group) -> None:
+    group.add_argument("--fused-qkv", action="store_true", help="one projection for queries, keys and values")
+    group.add_argument("--vocab-parallel", action="store_true", help="the embeddings cut along the vocabulary")
+    group.add_argument(
+        "--sequence-parallel-enabled", action="store_true", help="contexts cut along their length between layers"
     )
-    parser.add_argument(
-        "--ctx-batch-size", type=int, help="prompts encoded at once (default: 1 with continuous batching)"
+    group.add_argument(
+        "--async-mode", action="store_true", help="a step is given to the device before the last one is read"
     )
-    parser.add_argument(
-        "--enable-bucketing", action="store_true", help="graphs for several lengths, powers of two if none given"
-    )
-    parser.add_argument("--context-encoding-buckets", type=int, nargs="+", metavar="N", help="lengths of prompts")
-    parser.add_argument("--token-generation-buckets", type=int, nargs="+", metavar="N", help="lengths of the cache")
-    parser.add_argument(
+    group.add_argument(
         "--on-device-sampling-config",
         metavar="JSON",
         default=argparse.SUPPRESS,
         help='{"dynamic": true}: sample on the device; null: on the host (default, but with --for-vllm)',
     )
-    parser.add_argument(
-        "--for-vllm",
-        action="store_true",
-        help="what vllm-neuron would compile for --max-num-seqs BATCH_SIZE --max-model-len SEQ_LEN; prints how to serve it",
+    group.add_argument(
+        "--enable-bucketing", action="store_true", help="graphs for several lengths, powers of two if none given"
     )
-    parser.add_argument("--vocab-parallel", action="store_true", help="the embeddings cut along the vocabulary")
-    parser.add_argument(
-        "--sequence-parallel-enabled", action="store_true", help="contexts cut along their length between layers"
-    )
-    parser.add_argument(
-        "--async-mode", action="store_true", help="a step is given to the device before the last one is read"
-    )
-    parser.add_argument(
+    group.add_argument("--context-encoding-buckets", type=int, nargs="+", metavar="N", help="lengths of prompts")
+    group.add_argument("--token-generation-buckets", type=int, nargs="+", metavar="N", help="lengths of the cache")
+    group.add_argument(
         "--windowed-context-encoding-size", type=int, metavar="N", help="encode contexts in windows of N tokens"
     )
-    parser.add_argument(
+
+
+def add_batching(group) -> None:
+    group.add_argument(
+        "--for-vllm",
+        action="store_true",
+        help="what vllm-neuron would compile for --max-num-seqs BATCH_SIZE --max-model-len SEQ_LEN; "
+        "prints how to serve it",
+    )
+    group.add_argument(
+        "--is-continuous-batching", action="store_true", help="requests come and go, each on its line of the cache"
+    )
+    group.add_argument(
+        "--ctx-batch-size", type=int, metavar="N", help="prompts encoded at once (default: 1 with continuous batching)"
+    )
+    group.add_argument(
         "--is-prefix-caching", action="store_true", help="requests share what they begin with, in blocks of the cache"
     )
-    parser.add_argument(
+    group.add_argument(
         "--pa-block-size", type=int, metavar="N", help="tokens in a block (default: 32 with prefix caching)"
     )
-    parser.add_argument(
+    group.add_argument(
         "--pa-num-blocks", type=int, metavar="N", help="default: enough for full lines of the whole batch"
     )
-    parser.add_argument(
-        "--quantized", action="store_true", help="8-bit weights, quantized while they are sharded; device only"
-    )
-    parser.add_argument(
+
+
+def add_quantization(group) -> None:
+    group.add_argument("--quantized", action="store_true", help="8-bit weights, quantized while they are sharded")
+    group.add_argument(
         "--quantization-type",
         default=Settings.quantization_type,
         help=f"{' or '.join(QUANTIZATION_TYPES)} (default: %(default)s)",
     )
-    parser.add_argument(
+    group.add_argument(
         "--quantization-dtype",
         default=Settings.quantization_dtype,
         help=f"{' or '.join(QUANTIZATION_DTYPES)} (default: %(default)s)",
     )
-    parser.add_argument(
+    group.add_argument(
         "--modules-to-not-convert", nargs="+", metavar="NAME", help=f"leave as they are: {', '.join(PARTS)}"
     )
-    parser.add_argument(
-        "--merge-adapter", type=Path, metavar="FOLDER", help="a PEFT LoRA adapter to merge into the weights"
-    )
-    parser.add_argument(
+
+
+def add_output(group) -> None:
+    group.add_argument("--output", type=Path, help="artifact folder (default: artifacts/MODEL-tpN)")
+    group.add_argument(
         "--weights-only", action="store_true", help="keep the artifact's graphs, shard the weights again"
     )
-    parser.add_argument("--output", type=Path, help="artifact folder (default: artifacts/MODEL-tpN)")
-    common.add_device(parser, "hlo (see --nxd-source), ")
-    parser.add_argument(
+    common.add_device(group, "hlo (see --nxd-source), ")
+    group.add_argument(
         "--nxd-source",
         metavar="NXD/src:NXDI/src",
-        help="with --device hlo, which compiles nothing and writes the graphs that the compiler would get, with a report: "
-        "the sources of the real library (default: NXD_SOURCE of the environment)",
+        help="with --device hlo, which compiles nothing and writes the graphs that the compiler would get, with a "
+        "report: the sources of the real library (default: NXD_SOURCE of the environment)",
     )
-    return parser.parse_args()
+
+
+def settings_from(args: argparse.Namespace) -> Settings:
+    """The artifact's settings: the arguments of the same names, and those that are named otherwise."""
+    sampling = json_object(getattr(args, "on_device_sampling_config", "null"))
+    renamed = {"tp_degree": args.tp, "torch_dtype": args.dtype, "on_device_sampling_config": sampling}
+    same = {field.name: getattr(args, field.name) for field in fields(Settings) if field.name not in renamed}
+    settings = Settings(**same, **renamed)
+    if args.for_vllm:
+        settings = settings_of_server(settings, sampling_given="on_device_sampling_config" in args)
+    return settings
 
 
 def json_object(text: str) -> dict | None:
@@ -128,18 +169,25 @@ def json_object(text: str) -> dict | None:
     return value
 
 
+def check_args(args: argparse.Namespace) -> None:
+    if args.device == "hlo" and (args.merge_adapter or args.weights_only):
+        raise SmolLM3Error("--device hlo writes graphs and no weights: leave --merge-adapter and --weights-only out")
+    if args.nxd_source and args.device != "hlo":
+        raise SmolLM3Error(
+            f"--nxd-source is for --device hlo, which is {args.device!r}: leave one out or change the other"
+        )
+
+
 def kv_heads(folder: Path, tp_degree: int) -> str:
     """What the TP degree does to the KV heads, and what it costs."""
     plan = read_config(folder).plan(tp_degree)
-    held = plan.key_value_heads_per_rank * tp_degree
-    cost = (
-        f": the KV cache takes {held / plan.num_key_value_heads:g} times the memory"
-        if held > plan.num_key_value_heads
-        else ""
-    )
+    cached = plan.key_value_heads_per_rank * tp_degree
+    cost = ""
+    if cached > plan.num_key_value_heads:
+        cost = f": the KV cache takes {cached / plan.num_key_value_heads:g} times the memory"
     return (
-        f"{plan.num_key_value_heads} KV heads at tp_degree {tp_degree}: {plan.strategy}, {plan.key_value_heads_per_rank} per rank"
-        f"{cost}"
+        f"{plan.num_key_value_heads} KV heads at tp_degree {tp_degree}: {plan.strategy}, "
+        f"{plan.key_value_heads_per_rank} per rank{cost}"
     )
 
 
@@ -173,32 +221,17 @@ class Progress:
             self.bar.close()
 
 
-def main() -> None:
-    args = parse_args()
-    of_args = {"tp_degree": args.tp, "torch_dtype": args.dtype}
-    of_args["on_device_sampling_config"] = json_object(getattr(args, "on_device_sampling_config", "null"))
-    settings = Settings(**{f.name: getattr(args, f.name) for f in fields(Settings) if f.name not in of_args}, **of_args)
-    if args.for_vllm:
-        settings = settings_of_server(settings, sampling_given="on_device_sampling_config" in args)
-    if args.device == "hlo" and (args.merge_adapter or args.weights_only):
-        raise SmolLM3Error("--device hlo writes graphs and no weights: leave --merge-adapter and --weights-only out")
-    if args.nxd_source and args.device != "hlo":
-        raise SmolLM3Error(
-            f"--nxd-source is for --device hlo, which is {args.device!r}: leave one out or change the other"
-        )
-    if args.device == "hlo":
-        return lower(args, settings)
+def compile_and_report(args: argparse.Namespace, settings: Settings) -> None:
     place = choose_place(args.device)
     folder, name, revision = locate_model(args.model, args.revision)
     output = args.output or Path("artifacts") / f"{Path(name).name}-tp{args.tp}"
     if place == "neuron":
         weight_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-        for line in check_device(args.tp, weight_bytes, output):
-            print(f"warning: {line}")
+        for warning in check_device(args.tp, weight_bytes, output):
+            print(f"warning: {warning}")
     else:
         print("This is the CPU runtime: CPU graphs, not a device's.")
-        logging.disable(logging.WARNING)
-        warnings.simplefilter("ignore")
+        common.quiet()
     print(kv_heads(folder, args.tp))
     began = time.perf_counter()
 
@@ -227,6 +260,16 @@ def main() -> None:
     if args.for_vllm:
         print(f"\nServe it: {serve_command(artifact)}")
     print(f'\nRun it: python scripts/generate.py {shlex.quote(str(artifact.path))} "The square root of 144 is"')
+
+
+def main() -> None:
+    args = parse_args()
+    settings = settings_from(args)
+    check_args(args)
+    if args.device == "hlo":
+        lower(args, settings)
+    else:
+        compile_and_report(args, settings)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
-"""Answers prompts with an artifact: python scripts/generate.py ARTIFACT "The square root of 144 is" """
+"""Answers prompts with an artifact that compile.py made.
+
+    python scripts/generate.py artifacts/tiny-tp2 "The square root of 144 is"
+
+A prompt is continued as it stands; with --chat it is what a user says.
+"""
 
 import argparse
-import logging
 import sys
-import warnings
 from pathlib import Path
 
 import common
@@ -17,38 +20,54 @@ NEW_TOKENS = 128
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("artifact", type=Path)
-    parser.add_argument("prompts", nargs="*", metavar="prompt")
-    parser.add_argument("--tp", type=int, help="refuse an artifact made for another tensor-parallel degree")
-    parser.add_argument("--max-new-tokens", type=int, help=f"default: {NEW_TOKENS}, or as many as the context takes")
-    parser.add_argument(
+    parser = common.Parser(__doc__, "ARTIFACT PROMPT [PROMPT ...]")
+    parser.add_argument("artifact", type=Path, metavar="ARTIFACT", help="the folder")
+    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="several are answered in one batch")
+    add_chat(parser.add_argument_group("chat"))
+    add_sampling(parser.add_argument_group("how many tokens, and which"))
+    place = parser.add_argument_group("where it runs and what is checked")
+    common.add_device(place)
+    place.add_argument("--tp", type=int, metavar="N", help="refuse an artifact made for another tensor-parallel degree")
+    place.add_argument("--verify", action="store_true", help="read the weights' digests too before loading")
+    return parser.parse_args()
+
+
+def add_chat(group) -> None:
+    group.add_argument(
         "--chat", action="store_true", help="each prompt is a user's turn, rendered by the chat template"
     )
-    parser.add_argument(
+    group.add_argument(
         "--think", action=argparse.BooleanOptionalAction, help="reasoning mode of the chat (default: on)"
     )
-    parser.add_argument(
+    group.add_argument(
         "--messages",
         type=Path,
         metavar="FILE",
         help="with --chat, a conversation in place of prompts: JSON, its messages, or an object with messages and "
         + ", ".join(chat.VARIABLES),
     )
-    parser.add_argument("--today", metavar="DATE", help="the date that the chat template writes (default: today)")
-    parser.add_argument(
-        "--temperature", type=float, help="0: greedy (default: in a chat the checkpoint's own sampling, else 0)"
+    group.add_argument("--today", metavar="DATE", help="the date that the chat template writes (default: today)")
+
+
+def add_sampling(group) -> None:
+    group.add_argument(
+        "--max-new-tokens", type=int, metavar="N", help=f"default: {NEW_TOKENS}, or as many as the context takes"
     )
-    parser.add_argument("--top-p", type=float)
-    parser.add_argument("--top-k", type=int)
-    parser.add_argument("--seed", type=int, default=0, help="of the sampling (default: %(default)s)")
-    parser.add_argument("--verify", action="store_true", help="read the weights' digests too before loading")
-    common.add_device(parser)
-    return parser.parse_args()
+    group.add_argument(
+        "--temperature",
+        type=float,
+        metavar="T",
+        help="0: greedy (default: in a chat the checkpoint's own sampling, else 0)",
+    )
+    group.add_argument(
+        "--top-p", type=float, metavar="P", help="sample from the likeliest tokens, P of the probability"
+    )
+    group.add_argument("--top-k", type=int, metavar="K", help="sample from the K likeliest tokens")
+    group.add_argument("--seed", type=int, default=0, help="of the sampling (default: %(default)s)")
 
 
 class Printer:
-    """Prints the text of one prompt's tokens as they come; several prompts are printed one after the other at the end."""
+    """Prints the text of one prompt's tokens as they come; several prompts are printed in turn at the end."""
 
     def __init__(self, tokenizer, prompts: list[str]):
         self.tokenizer, self.prompts = tokenizer, prompts
@@ -90,33 +109,37 @@ def chat_prompts(args: argparse.Namespace, tokenizer) -> list[str]:
     conversations = [{"messages": [{"role": "user", "content": prompt}]} for prompt in args.prompts]
     if args.messages:
         conversations = [chat.read_conversation(args.messages)]
-    more = {"enable_thinking": args.think, "today": args.today}
-    more = {name: value for name, value in more.items() if value is not None}
-    return [chat.render(tokenizer, **{**conversation, **more}) for conversation in conversations]
+    given = {"enable_thinking": args.think, "today": args.today}
+    given = {name: value for name, value in given.items() if value is not None}
+    return [chat.render(tokenizer, **{**conversation, **given}) for conversation in conversations]
 
 
-def sampling_asked_for(args: argparse.Namespace, artifact: Artifact) -> dict:
+def sampling_parameters(args: argparse.Namespace, artifact: Artifact) -> dict:
     """The arguments, and in a chat for what they leave out the checkpoint's generation_config.json."""
-    asked = artifact.generation_config()
+    defaults = artifact.generation_config()
     on_device = artifact.settings.on_device_sampling_config
-    greedy = on_device is not None and not (on_device.get("do_sample") or on_device.get("dynamic"))
-    if not args.chat or not asked.get("do_sample") or greedy:
-        asked = {"temperature": 0.0}
-    asked.setdefault("temperature", 1.0)
-    values = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
-    if not (asked["temperature"] if args.temperature is None else args.temperature) and (args.top_k or args.top_p):
+    only_greedy = on_device is not None and not (on_device.get("do_sample") or on_device.get("dynamic"))
+    if not args.chat or not defaults.get("do_sample") or only_greedy:
+        defaults = {"temperature": 0.0}
+    defaults.setdefault("temperature", 1.0)
+    given = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
+    sampling = {name: defaults.get(name) if value is None else value for name, value in given.items()}
+    if not sampling["temperature"] and (args.top_k or args.top_p):
         raise SmolLM3Error(
             "--top-k and --top-p choose among samples, but the temperature is 0: give --temperature, too"
         )
-    return {name: asked.get(name) if value is None else value for name, value in values.items()}
+    return sampling
 
 
-def say_what_is_left(asked: int, prompts: list[list[int]], seq_len: int) -> None:
-    """A line per prompt whose answer the context will cut short. The last token needs no place in the cache."""
+def note_cut_answers(max_new_tokens: int, prompts: list[list[int]], seq_len: int) -> None:
+    """Prints a line per prompt whose answer the cache will cut short. The last token needs no place in it."""
     for index, prompt in enumerate(prompts):
         left = seq_len - len(prompt) + 1
-        if asked > left > 0:
-            print(f"note: --max-new-tokens {asked}, but prompt {index} leaves {left} of {seq_len}", file=sys.stderr)
+        if max_new_tokens > left > 0:
+            print(
+                f"note: --max-new-tokens {max_new_tokens}, but prompt {index} leaves {left} of {seq_len}",
+                file=sys.stderr,
+            )
 
 
 def main() -> None:
@@ -126,17 +149,16 @@ def main() -> None:
     artifact = open_artifact(args.artifact, place, tp_degree=args.tp, verify=args.verify)
     from smollm3_neuron.generate.generation import Sampling, check_prompts, generate
 
-    sampling = Sampling(**sampling_asked_for(args, artifact), seed=args.seed)
+    sampling = Sampling(**sampling_parameters(args, artifact), seed=args.seed)
     if place == "cpu":
-        logging.disable(logging.WARNING)
-        warnings.simplefilter("ignore")
+        common.quiet()
     tokenizer = artifact.tokenizer()
     texts = chat_prompts(args, tokenizer) if args.chat else args.prompts
     prompts = tokenizer(texts, add_special_tokens=not args.chat)["input_ids"]
     max_new_tokens = NEW_TOKENS if args.max_new_tokens is None else args.max_new_tokens
     check_prompts(prompts, max_new_tokens, artifact.settings.max_context_length)
     if args.max_new_tokens is not None:
-        say_what_is_left(args.max_new_tokens, prompts, artifact.settings.seq_len)
+        note_cut_answers(args.max_new_tokens, prompts, artifact.settings.seq_len)
     model = artifact.load()
     printer = Printer(tokenizer, [""] if args.chat and len(texts) == 1 else args.prompts)
     generate(

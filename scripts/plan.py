@@ -1,4 +1,6 @@
-"""What fits where, before anything is rented: python scripts/plan.py --instance trn1.2xlarge
+"""What fits where, before anything is rented.
+
+    python scripts/plan.py --instance trn1.2xlarge
 
 Bytes per NeuronCore, host memory, legal TP degrees, the largest batch and context, and a roofline: upper bounds from
 the machines' published figures, nothing of it measured on a device.
@@ -29,21 +31,24 @@ SHARDING_MEMORY = 1 * GB  # of the streaming sharder, at most; tools/bench_shard
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="checkpoint folder (default: the shape of SmolLM3-3B)")
-    parser.add_argument(
+    parser = common.Parser(__doc__)
+    inputs = parser.add_argument_group("the model and the machine")
+    inputs.add_argument("--model", type=Path, help="checkpoint folder (default: the shape of SmolLM3-3B)")
+    inputs.add_argument(
         "--instance", default="trn1.2xlarge", help=f"one of {', '.join(INSTANCES)} (default: %(default)s)"
     )
-    parser.add_argument("--tp", type=int, help="one TP degree (default: each that the instance takes)")
-    parser.add_argument("--seq-len", type=int, default=Settings.seq_len, help="default: %(default)s")
-    parser.add_argument("--batch-size", type=int, default=Settings.batch_size, help="default: %(default)s")
-    parser.add_argument("--dtype", default=Settings.torch_dtype, help="default: %(default)s")
-    parser.add_argument("--json", action="store_true", help="the same as JSON, in bytes and seconds")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw which context fits with which batch")
+    shape = parser.add_argument_group("degree, lengths and dtype")
+    shape.add_argument("--tp", type=int, metavar="N", help="one TP degree (default: each that the instance takes)")
+    shape.add_argument("--seq-len", type=int, metavar="N", default=Settings.seq_len, help="default: %(default)s")
+    shape.add_argument("--batch-size", type=int, metavar="N", default=Settings.batch_size, help="default: %(default)s")
+    shape.add_argument("--dtype", default=Settings.torch_dtype, help="default: %(default)s")
+    outputs = parser.add_argument_group("what is written")
+    outputs.add_argument("--json", action="store_true", help="the same as JSON, in bytes and seconds")
+    outputs.add_argument("--plot", type=Path, metavar="FILE.png", help="draw which context fits with which batch")
     return parser.parse_args()
 
 
-def row(estimate: Estimate) -> dict:
+def as_dict(estimate: Estimate) -> dict:
     plan = estimate.plan
     return {
         "tp_degree": estimate.tp_degree,
@@ -71,21 +76,21 @@ def row(estimate: Estimate) -> dict:
 
 
 LINES = (
-    ("KV heads", lambda r: f"{r['strategy']}: {r['key_value_heads_per_core']} per core"),
-    ("query heads per core", lambda r: str(r["attention_heads_per_core"])),
-    ("KV memory, times the checkpoint's heads", lambda r: f"{r['kv_memory_factor']:.2f}"),
-    ("weights", lambda r: gigabytes(r["weights"])),
-    ("  of these the untied head", lambda r: gigabytes(r["untied_head"])),
-    ("KV cache", lambda r: gigabytes(r["kv_cache"])),
-    ("logits", lambda r: gigabytes(r["logits"])),
-    ("total", lambda r: gigabytes(r["total"]) + ("" if r["fits"] else "  DOES NOT FIT")),
-    ("largest batch at this seq_len", lambda r: str(r["largest_batch"])),
-    ("largest seq_len at this batch", lambda r: str(r["largest_seq_len"])),
-    ("read per decode step", lambda r: gigabytes(r["decode_bytes"])),
-    ("first token, at least", lambda r: f"{r['prefill_seconds_at_least'] * 1000:.1f} ms"),
-    ("tokens per second, at most", lambda r: f"{r['tokens_per_second_at_most']:.0f}"),
-    ("host memory to shard, at most", lambda r: gigabytes(r["host_memory_to_shard"])),
-    ("host memory to load", lambda r: gigabytes(r["host_memory_to_load"])),
+    ("KV heads", lambda plan: f"{plan['strategy']}: {plan['key_value_heads_per_core']} per core"),
+    ("query heads per core", lambda plan: str(plan["attention_heads_per_core"])),
+    ("KV memory, times the checkpoint's heads", lambda plan: f"{plan['kv_memory_factor']:.2f}"),
+    ("weights", lambda plan: gigabytes(plan["weights"])),
+    ("  of these the untied head", lambda plan: gigabytes(plan["untied_head"])),
+    ("KV cache", lambda plan: gigabytes(plan["kv_cache"])),
+    ("logits", lambda plan: gigabytes(plan["logits"])),
+    ("total", lambda plan: gigabytes(plan["total"]) + ("" if plan["fits"] else "  DOES NOT FIT")),
+    ("largest batch at this seq_len", lambda plan: str(plan["largest_batch"])),
+    ("largest seq_len at this batch", lambda plan: str(plan["largest_seq_len"])),
+    ("read per decode step", lambda plan: gigabytes(plan["decode_bytes"])),
+    ("first token, at least", lambda plan: f"{plan['prefill_seconds_at_least'] * 1000:.1f} ms"),
+    ("tokens per second, at most", lambda plan: f"{plan['tokens_per_second_at_most']:.0f}"),
+    ("host memory to shard, at most", lambda plan: gigabytes(plan["host_memory_to_shard"])),
+    ("host memory to load", lambda plan: gigabytes(plan["host_memory_to_load"])),
 )
 
 
@@ -123,42 +128,47 @@ def plot(estimates: list[Estimate], path: Path) -> None:
         raise SmolLM3Error(f"{path}: cannot be written ({error}); pass a FILE.png") from None
 
 
-def main() -> None:
-    args = parse_args()
+def estimates_for(args: argparse.Namespace) -> list[Estimate]:
+    """One estimate per TP degree; SmolLM3Error for an instance, degree, dtype or shape that is not allowed."""
     if args.instance not in INSTANCES:
         raise SmolLM3Error(f"instance is {args.instance!r}, known are {', '.join(INSTANCES)}")
     config = read_config(args.model) if args.model else resolve_config(SMOLLM3_3B)
-    instance = INSTANCES[args.instance]
     if args.tp is not None:
         check_tp_degree(args.instance, args.tp)
     if args.dtype not in MODEL_DTYPES:
         raise SmolLM3Error(f"dtype is {args.dtype!r}, allowed is one of {', '.join(MODEL_DTYPES)}")
     estimates = []
-    for tp_degree in (args.tp,) if args.tp is not None else instance.tp_degrees:
+    for tp_degree in (args.tp,) if args.tp is not None else INSTANCES[args.instance].tp_degrees:
         settings = Settings(tp_degree, args.batch_size, args.seq_len, None, args.dtype).checked(config)
         estimates.append(Estimate(config, tp_degree, settings.seq_len, settings.batch_size, settings.torch_dtype))
-    rows = [row(estimate) for estimate in estimates]
+    return estimates
+
+
+def print_plans(args: argparse.Namespace, plans: list[dict]) -> None:
+    instance = INSTANCES[args.instance]
+    print(
+        f"{args.instance}: {instance.neuron_cores} NeuronCores of {HBM_PER_CORE / GB:.0f} GB, "
+        f"{instance.host_memory} GiB of host memory; TP degrees {', '.join(map(str, instance.tp_degrees))}\n"
+        f"seq_len {args.seq_len}, batch_size {args.batch_size}, {args.dtype}; "
+        f"per core, {RESERVED_PER_CORE / GB:.0f} GB kept free\n"
+    )
+    print(f"{'':<42}" + "".join(f"{'TP ' + str(plan['tp_degree']):>24}" for plan in plans))
+    for label, cell in LINES:
+        print(f"{label:<42}" + "".join(f"{cell(plan):>24}" for plan in plans))
+
+
+def main() -> None:
+    args = parse_args()
+    estimates = estimates_for(args)
+    plans = [as_dict(estimate) for estimate in estimates]
     if args.plot:
         plot(estimates, args.plot)
     if args.json:
-        print(
-            json.dumps(
-                {"instance": args.instance, **asdict(instance), "settings": vars_of(args), "plans": rows}, indent=2
-            )
-        )
-        return
-    print(
-        f"{args.instance}: {instance.neuron_cores} NeuronCores of {HBM_PER_CORE / GB:.0f} GB, {instance.host_memory} GiB of host "
-        f"memory; TP degrees {', '.join(map(str, instance.tp_degrees))}\n"
-        f"seq_len {args.seq_len}, batch_size {args.batch_size}, {args.dtype}; per core, {RESERVED_PER_CORE / GB:.0f} GB kept free\n"
-    )
-    print(f"{'':<42}" + "".join(f"{'TP ' + str(r['tp_degree']):>24}" for r in rows))
-    for label, value in LINES:
-        print(f"{label:<42}" + "".join(f"{value(r):>24}" for r in rows))
-
-
-def vars_of(args: argparse.Namespace) -> dict:
-    return {"seq_len": args.seq_len, "batch_size": args.batch_size, "torch_dtype": args.dtype}
+        settings = {"seq_len": args.seq_len, "batch_size": args.batch_size, "torch_dtype": args.dtype}
+        content = {"instance": args.instance, **asdict(INSTANCES[args.instance]), "settings": settings, "plans": plans}
+        print(json.dumps(content, indent=2))
+    else:
+        print_plans(args, plans)
 
 
 if __name__ == "__main__":
