@@ -4,13 +4,18 @@ TP ?= 2
 VENV := .venv
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test hlo-venv vllm-venv clean
+.PHONY: demo lint test hlo-venv vllm-venv clean
 
 demo: $(STAMP)
 	$(VENV)/bin/python scripts/compile.py --model tiny --tp $(TP) --seq-len 128 --dtype float32 --device cpu --output artifacts/tiny-demo-tp$(TP)
 	$(VENV)/bin/python scripts/validate.py artifacts/tiny-demo-tp$(TP) --device cpu
 
-test: $(STAMP)
+# the linter and the formatter, configured in pyproject.toml; `ruff check --fix .` and `ruff format .` put right what they can
+lint: $(STAMP)
+	$(VENV)/bin/python -m ruff check .
+	$(VENV)/bin/python -m ruff format --check .
+
+test: lint
 	$(VENV)/bin/python -m pytest -n auto --dist loadfile
 
 # the compile path without a device, see contrib/neuron_hlo

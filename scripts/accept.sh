@@ -1,10 +1,22 @@
 #!/usr/bin/env bash
-# Accepts this package on a machine: environment report, compile, validate, benchmark, vLLM smoke test, one folder of results.
+# example: scripts/accept.sh --device cpu --model tiny --tp 1 --seq-len 64 --dtype float32
 #
-#   scripts/accept.sh [--device auto|neuron|cpu] [--model MODEL] [--tp N] [--seq-len N] [--dtype DTYPE] [--output FOLDER]
+# Accepts this package on a machine: environment report, compile, validate, benchmark, vLLM smoke test, and one folder
+# that holds all results.
 #
-# A step that is done is not done again: after a failure, put right what it says and run the same command. Exit code 0: every step
-# passed; 1: one failed, its log is named; 2: a mistake in the call. PYTHON names the interpreter (default: python).
+# what is compiled:
+#   --model MODEL      hub id, folder or 'tiny' (default: HuggingFaceTB/SmolLM3-3B)
+#   --tp N             tensor-parallel degree (default: 2)
+#   --seq-len N        prompt and new tokens (default: 2048)
+#   --dtype DTYPE      bfloat16, float16 or float32 (default: bfloat16)
+#
+# where it runs and what is written:
+#   --device DEVICE    neuron, cpu, or auto: the device where the Neuron SDK is installed (default: auto)
+#   --output FOLDER    the folder of results (default: acceptance/MODEL-tpN)
+#
+# A step that is done is not done again: after a failure, put right what it says and run the same command. Exit code 0:
+# every step passed; 1: one failed, its log is named; 2: a mistake in the call. PYTHON names the interpreter (default:
+# python).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -16,7 +28,7 @@ while [ $# -gt 0 ]; do
             name=${1#--} name=${name//-/_}
             printf -v "$name" %s "$2"
             shift 2 ;;
-        -h | --help) sed -n '2,7s/^# \{0,1\}//p' "$0"; exit ;;
+        -h | --help) sed -n '2,/^set /s/^# \{0,1\}//p' "$0"; exit ;;
         *) echo "error: $1 is unknown, allowed are --device --model --tp --seq-len --dtype --output" >&2; exit 2 ;;
     esac
 done

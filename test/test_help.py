@@ -1,0 +1,62 @@
+"""`--help` of the users' commands: it begins with an example that works, and its flags stand in groups."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from places import ROOT
+
+SCRIPTS = ROOT / "scripts"
+# in this order: compile.py makes what the others' examples name
+COMMANDS = ["compile", "generate", "validate", "inspect_layers", "benchmark", "plan", "acceptance"]
+HELPERS = {"common", "engines", "svg"}
+
+
+def run(command: str, folder) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    command = re.sub("^python ", f"{sys.executable} ", command)
+    return subprocess.run(
+        ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=500
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with the commands in it, as a checkout has them."""
+    folder = tmp_path_factory.mktemp("checkout")
+    (folder / "scripts").symlink_to(SCRIPTS)
+    return folder
+
+
+def test_every_command_is_tested():
+    assert {file.stem for file in SCRIPTS.glob("*.py")} == {*COMMANDS, *HELPERS}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help(command, folder):
+    done = run(f"python scripts/{command}.py --help", folder)
+    assert done.returncode == 0, done.stderr
+    example, *lines = done.stdout.splitlines()
+    assert example.startswith(f"example: python scripts/{command}.py ")
+    titles = [line for line in lines if re.fullmatch(r"[^ ].*:", line)]
+    own = [title for title in titles if title not in ("options:", "positional arguments:")]
+    assert own, "no group of flags has a title of its own"
+    ungrouped = done.stdout.split("\noptions:\n")[1].split("\n\n")[0]
+    assert re.findall(r"--[a-z-]+", ungrouped) == ["--help"], ungrouped
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_example(command, folder):
+    example = run(f"python scripts/{command}.py --help", folder).stdout.splitlines()[0].removeprefix("example: ")
+    done = run(example, folder)
+    assert done.returncode == 0 and done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+def test_accept_sh_has_its_example():
+    """test_commands.py runs accept.sh with the very arguments, but for the folder of results."""
+    help_text = run("bash scripts/accept.sh --help", ROOT).stdout
+    assert help_text.startswith(
+        "example: scripts/accept.sh --device cpu --model tiny --tp 1 --seq-len 64 --dtype float32\n"
+    )
