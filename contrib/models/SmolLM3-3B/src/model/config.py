@@ -1,4 +1,4 @@
-"""config.json of a SmolLM3 checkpoint: both spellings of transformers read, one type out. Imports no torch.
+"""config.json of a SmolLM3 checkpoint: reads both spellings of transformers, returns one type. Imports no torch.
 
 Reference: transformers' `SmolLM3Config` (4.57 and 5). What it would answer with a bare IndexError, or let pass and
 then compute wrongly, is an error here that names the field, the value and what is allowed.
@@ -28,7 +28,7 @@ POSITIVE_INTEGERS = (
 REQUIRED = (*POSITIVE_INTEGERS, "rms_norm_eps", "hidden_act")
 HIDDEN_ACTS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")  # the ones tested
 LAYER_TYPES = ("full_attention", "sliding_attention")
-# rope_scaling's keys beside rope_type: those that must be there, those that may be
+# keys of rope_scaling beside rope_type: those that are required, those that are optional
 ROPE_SCALING_KEYS = {
     "linear": (("factor",), ()),
     "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
@@ -40,7 +40,7 @@ ROPE_SCALING_KEYS = {
 ROPE_TYPES = ("default", *ROPE_SCALING_KEYS)
 INSTEAD = "use the bfloat16 safetensors checkpoint that it was made from, e.g. HuggingFaceTB/SmolLM3-3B"
 OTHER_FORMATS = {".gguf": "GGUF", ".msgpack": "Flax", ".h5": "TensorFlow", ".bin": "a PyTorch pickle"}
-# files that older tools write beside quantized weights, where config.json does not say it
+# files that older tools write beside quantized weights without a word in config.json -> the tool
 QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 
 
@@ -70,24 +70,24 @@ class CheckpointConfig:
 
     @property
     def query_size(self) -> int:
-        """Features of all query heads."""
+        """Counts the features of all query heads."""
         return self.num_attention_heads * self.head_dim
 
     @property
     def key_value_size(self) -> int:
-        """Features of all key heads, and of all value heads."""
+        """Counts the features of all key heads, which are those of all value heads, too."""
         return self.num_key_value_heads * self.head_dim
 
     @property
     def longest_sequence(self) -> int:
-        """Positions that the model is good for: max_position_embeddings, or what its RoPE scaling reaches."""
+        """Counts the positions that the model is good for: max_position_embeddings, or what its RoPE scaling reaches."""
         positions, scaling = self.max_position_embeddings, self.rope_scaling
         if scaling is None:
             return positions
         return max(positions, int(scaling["factor"] * scaling.get("original_max_position_embeddings", positions)))
 
     def plan(self, tp_degree: int) -> ShardingPlan:
-        """What a TP degree does to the heads. Raises SmolLM3Error for a degree that is not possible."""
+        """Lays the heads out over `tp_degree` ranks. Raises SmolLM3Error for a degree that is not possible."""
         return ShardingPlan(tp_degree, self.num_attention_heads, self.num_key_value_heads)
 
 
@@ -111,7 +111,7 @@ def read_config(folder: str | Path) -> CheckpointConfig:
 
 
 def check_format(folder: str | Path) -> None:
-    """SmolLM3Error for a folder whose weights are in a format that is not read, or quantized by another tool."""
+    """Raises SmolLM3Error for a folder whose weights are in a format that is not read, or quantized by another tool."""
     for name, method in QUANTIZATION_FILES.items():
         if (Path(folder) / name).is_file():
             raise SmolLM3Error(
@@ -124,12 +124,12 @@ def check_format(folder: str | Path) -> None:
             raise SmolLM3Error(f"{folder}: {file.name} is {format_name}, only safetensors are read; {INSTEAD}")
 
 
-def resolve_config(values: Mapping[str, Any]) -> CheckpointConfig:
+def resolve_config(fields: Mapping[str, Any]) -> CheckpointConfig:
     """Resolves the raw fields of a config.json, or those of a config that was resolved before.
 
     Raises SmolLM3Error for a value that would run wrong.
     """
-    resolved = {name: _required(values, name) for name in REQUIRED}
+    resolved = {name: _required(fields, name) for name in REQUIRED}
     for name in POSITIVE_INTEGERS:
         if type(resolved[name]) is not int or resolved[name] < 1:
             raise SmolLM3Error(f"{name} is {resolved[name]!r}, allowed is a whole number of at least 1")
@@ -138,19 +138,19 @@ def resolve_config(values: Mapping[str, Any]) -> CheckpointConfig:
     if resolved["hidden_act"] not in HIDDEN_ACTS:
         raise SmolLM3Error(f"hidden_act is {resolved['hidden_act']!r}, supported is {_one_of(HIDDEN_ACTS)}")
     for name, default in (("attention_bias", False), ("mlp_bias", False), ("tie_word_embeddings", True)):
-        resolved[name] = default if values.get(name) is None else values[name]
+        resolved[name] = default if fields.get(name) is None else fields[name]
         if type(resolved[name]) is not bool:
             raise SmolLM3Error(f"{name} is {resolved[name]!r}, allowed is true or false")
-    resolved["head_dim"] = _head_dim(values, resolved)
-    resolved["rope_theta"], resolved["rope_scaling"] = _rope(values)
-    resolved["no_rope_layers"] = _no_rope_layers(values, resolved["num_hidden_layers"])
-    resolved["sliding_window"], resolved["layer_types"] = _sliding_window(values, resolved["no_rope_layers"])
+    resolved["head_dim"] = _head_dim(fields, resolved)
+    resolved["rope_theta"], resolved["rope_scaling"] = _rope(fields)
+    resolved["no_rope_layers"] = _no_rope_layers(fields, resolved["num_hidden_layers"])
+    resolved["sliding_window"], resolved["layer_types"] = _sliding_window(fields, resolved["no_rope_layers"])
     resolved["use_sliding_window"] = resolved["sliding_window"] is not None
     return CheckpointConfig(**resolved)
 
 
 def _check_explicit(raw: Mapping[str, Any]) -> None:
-    """What only the file itself can show: transformers' parser fills in defaults and hides the rest."""
+    """Checks what only the file itself can show: transformers' parser fills in defaults and hides the rest."""
     if raw.get("model_type") != MODEL_TYPE:
         raise SmolLM3Error(f"model_type is {raw.get('model_type')!r}, this package runs {MODEL_TYPE!r} and no other")
     parameters = raw.get("rope_parameters") or {}
@@ -163,16 +163,16 @@ def _check_explicit(raw: Mapping[str, Any]) -> None:
     for name in ("quantization_config", "compression_config"):
         if raw.get(name):
             method = raw[name]
-            if isinstance(method, dict):  # old ones of bitsandbytes do not name it
-                of_bits = "bitsandbytes" if "load_in_4bit" in method or "load_in_8bit" in method else "unknown"
-                method = method.get("quant_method") or of_bits
+            if isinstance(method, dict):  # old versions of bitsandbytes do not name themselves
+                is_bitsandbytes = "load_in_4bit" in method or "load_in_8bit" in method
+                method = method.get("quant_method") or ("bitsandbytes" if is_bitsandbytes else "unknown")
             raise SmolLM3Error(f"{name}: the checkpoint is quantized with {method!r}, which is not read; {INSTEAD}")
 
 
-def _required(values: Mapping[str, Any], name: str) -> Any:
-    if values.get(name) is None:
+def _required(fields: Mapping[str, Any], name: str) -> Any:
+    if fields.get(name) is None:
         raise SmolLM3Error(f"{name} is missing; the checkpoint's own config.json has it")
-    return values[name]
+    return fields[name]
 
 
 def _agree(name: str, value: Any, other_name: str, other: Any) -> None:
@@ -184,15 +184,16 @@ def _one_of(allowed: tuple[str, ...]) -> str:
     return " or ".join(repr(name) for name in allowed)
 
 
-def _head_dim(values: Mapping[str, Any], resolved: Mapping[str, Any]) -> int:
+def _head_dim(fields: Mapping[str, Any], resolved: Mapping[str, Any]) -> int:
     hidden, heads, kv_heads = (resolved[n] for n in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
     if heads % kv_heads:
         raise SmolLM3Error(f"num_key_value_heads is {kv_heads}, it must divide num_attention_heads, which is {heads}")
-    head_dim = values.get("head_dim")
+    head_dim = fields.get("head_dim")
     if head_dim is None:
         if hidden % heads:
             raise SmolLM3Error(
-                f"num_attention_heads is {heads}, it must divide hidden_size, which is {hidden}, or head_dim must be given"
+                f"num_attention_heads is {heads}, it must divide hidden_size, which is {hidden}, or head_dim must be "
+                "given"
             )
         head_dim = hidden // heads
     if type(head_dim) is not int or head_dim < 2 or head_dim % 2:
@@ -200,28 +201,31 @@ def _head_dim(values: Mapping[str, Any], resolved: Mapping[str, Any]) -> int:
     return head_dim
 
 
-def _rope(values: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """rope_theta and rope_scaling; `rope_parameters` (transformers 5) wins over the default that 4.57 puts beside it."""
-    parameters, scaling = values.get("rope_parameters"), values.get("rope_scaling")
+def _rope(fields: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
+    """Returns rope_theta and rope_scaling.
+
+    `rope_parameters`, transformers 5's spelling, wins over the default rope_theta that 4.57 puts beside it.
+    """
+    parameters, scaling = fields.get("rope_parameters"), fields.get("rope_scaling")
     for name, value in (("rope_parameters", parameters), ("rope_scaling", scaling)):
         if value is not None and not isinstance(value, Mapping):
             raise SmolLM3Error(f"{name} is {value!r}, allowed is null or an object")
     parameters, scaling = dict(parameters or {}), _scaling(scaling or {}, "rope_scaling")
     theta = parameters.pop("rope_theta", None)
-    theta = values.get("rope_theta") if theta is None else theta
+    theta = fields.get("rope_theta") if theta is None else theta
     if type(theta) not in (int, float) or theta <= 0:
         state = "is missing" if theta is None else f"is {theta!r}"
         raise SmolLM3Error(f"rope_theta {state}, allowed is a number above 0")
     if parameters:
-        of_parameters = _scaling(parameters, "rope_parameters")
+        new_scaling = _scaling(parameters, "rope_parameters")
         if scaling is not None:
-            _agree("rope_scaling", scaling, "rope_parameters", of_parameters or {"rope_type": "default"})
-        scaling = of_parameters
+            _agree("rope_scaling", scaling, "rope_parameters", new_scaling or {"rope_type": "default"})
+        scaling = new_scaling
     return float(theta), scaling
 
 
 def _scaling(scaling: Mapping[str, Any], name: str) -> dict[str, Any] | None:
-    """The scaling with its type as `rope_type`; None: there is none."""
+    """Returns the scaling with its type as `rope_type`, or None where there is none."""
     if not scaling:
         return None
     scaling = {key: value for key, value in scaling.items() if value is not None}
@@ -248,14 +252,14 @@ def _scaling(scaling: Mapping[str, Any], name: str) -> dict[str, Any] | None:
     return scaling
 
 
-def _sliding_window(values: Mapping[str, Any], no_rope_layers: list[int]) -> tuple[int | None, list[str]]:
-    """The window and each layer's type; without `layer_types` the NoPE layers slide, as transformers resolves it."""
+def _sliding_window(fields: Mapping[str, Any], no_rope_layers: list[int]) -> tuple[int | None, list[str]]:
+    """Returns the window and each layer's type; without `layer_types` the NoPE layers slide, as in transformers."""
     full, sliding = LAYER_TYPES
-    window, layer_types = values.get("sliding_window"), values.get("layer_types")
-    if not values.get("use_sliding_window") or window is None:
+    window, layer_types = fields.get("sliding_window"), fields.get("layer_types")
+    if not fields.get("use_sliding_window") or window is None:
         if layer_types and sliding in layer_types[: len(no_rope_layers)]:
             raise SmolLM3Error(
-                f"layer_types has {sliding!r}, but use_sliding_window is {values.get('use_sliding_window')!r} and "
+                f"layer_types has {sliding!r}, but use_sliding_window is {fields.get('use_sliding_window')!r} and "
                 f"sliding_window {window!r}: set both, or make every layer {full!r}"
             )
         return None, [full] * len(no_rope_layers)
@@ -273,22 +277,22 @@ def _sliding_window(values: Mapping[str, Any], no_rope_layers: list[int]) -> tup
     return window, list(layer_types[: len(no_rope_layers)])
 
 
-def _no_rope_layers(values: Mapping[str, Any], num_hidden_layers: int) -> list[int]:
-    """One flag per layer: `no_rope_layers`, else every interval-th layer without RoPE, as transformers resolves it."""
-    interval = values.get("no_rope_layer_interval")
+def _no_rope_layers(fields: Mapping[str, Any], num_hidden_layers: int) -> list[int]:
+    """Returns a flag per layer: `no_rope_layers`, or 0 for every interval-th layer, as transformers resolves it."""
+    interval = fields.get("no_rope_layer_interval")
     interval = NO_ROPE_LAYER_INTERVAL if interval is None else interval
     if type(interval) is not int or interval < 1:
         raise SmolLM3Error(f"no_rope_layer_interval is {interval!r}, allowed is a whole number of at least 1")
-    layers = values.get("no_rope_layers")
-    if layers is None:
+    flags = fields.get("no_rope_layers")
+    if flags is None:
         return [int((layer_idx + 1) % interval != 0) for layer_idx in range(num_hidden_layers)]
-    if not isinstance(layers, (list, tuple)):
-        raise SmolLM3Error(f"no_rope_layers is {layers!r}, allowed is a list with one 0 or 1 per layer")
-    for layer_idx, flag in enumerate(layers):
+    if not isinstance(flags, (list, tuple)):
+        raise SmolLM3Error(f"no_rope_layers is {flags!r}, allowed is a list with one 0 or 1 per layer")
+    for layer_idx, flag in enumerate(flags):
         if type(flag) not in (int, bool) or flag not in (0, 1):
             raise SmolLM3Error(f"no_rope_layers[{layer_idx}] is {flag!r}, allowed is 1 (applies RoPE) or 0 (NoPE)")
-    if len(layers) < num_hidden_layers:
+    if len(flags) < num_hidden_layers:
         raise SmolLM3Error(
-            f"no_rope_layers has {len(layers)} entries, at least num_hidden_layers = {num_hidden_layers} are needed"
+            f"no_rope_layers has {len(flags)} entries, at least num_hidden_layers = {num_hidden_layers} are needed"
         )
-    return [int(flag) for flag in layers[:num_hidden_layers]]
+    return [int(flag) for flag in flags[:num_hidden_layers]]

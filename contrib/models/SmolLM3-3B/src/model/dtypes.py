@@ -1,4 +1,4 @@
-"""The dtypes of weights, with their names in safetensors and their sizes. Imports no torch, whose names the keys are."""
+"""The dtypes of weights by torch's names: their names in safetensors and their sizes. Imports no torch."""
 
 from typing import NamedTuple
 

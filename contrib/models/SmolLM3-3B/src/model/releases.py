@@ -8,6 +8,7 @@ SUPPORTED_NXDI = ("0.7", "0.8", "0.9")  # SDK 2.27, 2.28 (the one to be on with 
 
 
 def installed_release() -> str | None:
+    """Returns the version of the installed NxD Inference, or None where no package says one."""
     try:
         return importlib.metadata.version("neuronx-distributed-inference")
     except importlib.metadata.PackageNotFoundError:
@@ -15,8 +16,9 @@ def installed_release() -> str | None:
 
 
 def check_nxdi(version: str) -> None:
-    """SmolLM3Error where the installed NxD Inference is not a release that this package was checked against."""
+    """Raises SmolLM3Error for a version of NxD Inference that this package was not checked against."""
     if ".".join(version.split(".")[:2]) not in SUPPORTED_NXDI:
         raise SmolLM3Error(
-            f"NxD Inference {version} is installed, supported are {', '.join(SUPPORTED_NXDI)}: use SDK 2.28 on trn1 and inf2"
+            f"NxD Inference {version} is installed, supported are {', '.join(SUPPORTED_NXDI)}: use SDK 2.28 on trn1 "
+            "and inf2"
         )

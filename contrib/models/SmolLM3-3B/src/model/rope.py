@@ -1,7 +1,7 @@
 """Scaled rotary embeddings, with transformers' own `ROPE_INIT_FUNCTIONS` as the formula. No Neuron import.
 
-Called inside the traced forward, on the device of its input: so the frequencies are computed in the graph from scalars, as
-NxD Inference's own rotary modules do, and no tensor is baked in.
+The modules are called inside the traced forward, on the device of their input. So the frequencies are computed in the
+graph from scalars, as NxD Inference's own rotary modules do it, and no tensor is baked in.
 """
 
 import math
@@ -14,7 +14,10 @@ from .config import CheckpointConfig
 
 
 def llama3_parameters(config: CheckpointConfig, device: torch.device) -> tuple[torch.Tensor, float]:
-    """transformers' llama3 formula, bit for bit; its comparisons with Python floats would lower in float64 on XLA."""
+    """Computes transformers' llama3 formula, bit for bit, whose comparisons with Python floats XLA would do in float64.
+
+    Returns the inverse frequencies [head_dim / 2] and the attention factor.
+    """
     scaling = config.rope_scaling
     factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
     positions = scaling["original_max_position_embeddings"]
@@ -29,30 +32,30 @@ def llama3_parameters(config: CheckpointConfig, device: torch.device) -> tuple[t
 
 
 class ScaledRotaryEmbedding(nn.Module):
-    """linear, llama3 or yarn, for a config whose `rope_scaling` is not None.
+    """Rotary embeddings scaled by linear, llama3 or yarn, for a config whose `rope_scaling` is not None.
 
-    The attention factor (of yarn) is folded into cos and sin.
+    The attention factor of yarn is folded into cos and sin.
     """
 
     def __init__(self, config: CheckpointConfig):
         super().__init__()
         self.config = config
         rope_type = config.rope_scaling["rope_type"]
-        self.init = llama3_parameters if rope_type == "llama3" else ROPE_INIT_FUNCTIONS[rope_type]
+        self.rope_init_fn = llama3_parameters if rope_type == "llama3" else ROPE_INIT_FUNCTIONS[rope_type]
 
     def get_inv_freqs(self, device: torch.device | None = None) -> torch.Tensor:
-        """Inverse frequencies [head_dim / 2], float32."""
-        return self._parameters_on(device)[0]
+        """Returns the inverse frequencies [head_dim / 2], float32."""
+        return self._rope_parameters(device)[0]
 
-    def _parameters_on(self, device: torch.device | None) -> tuple[torch.Tensor, float]:
+    def _rope_parameters(self, device: torch.device | None) -> tuple[torch.Tensor, float]:
         device = device or torch.device("cpu")
         with device:  # some of the formulas make their first tensor without naming a device
-            return self.init(self.config, device)
+            return self.rope_init_fn(self.config, device)
 
     @torch.no_grad()
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """position_ids [batch, seq] -> cos and sin [batch, seq, head_dim] in x's dtype."""
-        inv_freq, attention_factor = self._parameters_on(x.device)
+        """Maps position_ids [batch, seq] to cos and sin [batch, seq, head_dim] in the dtype of `x`."""
+        inv_freq, attention_factor = self._rope_parameters(x.device)
         angles = position_ids[:, :, None].float() * inv_freq.float()
         angles = torch.cat((angles, angles), dim=-1)
         return (angles.cos() * attention_factor).to(x.dtype), (angles.sin() * attention_factor).to(x.dtype)

@@ -1,6 +1,7 @@
-"""NeuronConfig's switches that meet a NoPE layer wrongly, cannot run on NeuronCore v2 (trn1, inf2) or were never meant.
+"""The switches of NeuronConfig that are refused, each with its reason: they treat a NoPE layer wrongly, cannot run on
+NeuronCore v2 (trn1, inf2), or were never checked with this model.
 
-What is not in the table was read or run and found right, or is refused by the library itself. No Neuron import.
+A switch that is not in the table was read or run and is right, or the library itself refuses it. No Neuron import.
 """
 
 import difflib
@@ -19,6 +20,8 @@ RESIDUAL = "the decoder layer adds its residuals itself, so they would be missin
 
 @dataclass(frozen=True)
 class Refusal:
+    """A switch that must be off, in the releases of NxD Inference that it names."""
+
     name: str
     reason: str
     releases: tuple[str, ...] = SUPPORTED_NXDI
@@ -55,24 +58,28 @@ REFUSED = (
 
 
 def check_keywords(given: Mapping[str, Any], neuron_config: Any) -> None:
-    """SmolLM3Error for a keyword that NeuronConfig does not know and would drop with a warning."""
+    """Raises SmolLM3Error for a keyword that NeuronConfig does not know and would drop with a warning."""
     known = vars(neuron_config)
     for name in given:
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f", only {near[0]!r}" if near else ""
+            close_matches = difflib.get_close_matches(name, known, 1)
+            hint = f", only {close_matches[0]!r}" if close_matches else ""
             raise SmolLM3Error(
-                f"NeuronConfig has no {name!r} in the installed NxD Inference{hint}: correct it, or leave it out (with vLLM it "
-                "comes from override_neuron_config)"
+                f"NeuronConfig has no {name!r} in the installed NxD Inference{hint}: correct it, or leave it out (with "
+                "vLLM it comes from override_neuron_config)"
             )
 
 
 def check_switches(neuron_config: Any, no_rope_layers: Sequence[int], hidden_act: str, release: str | None) -> None:
-    """SmolLM3Error where a switch would run wrong. `release`: NxD Inference's, e.g. "0.8.0"; one that is not supported, or None
-    (unknown), is taken for any."""
+    """Raises SmolLM3Error where a switch would run wrong.
+
+    `release` is NxD Inference's version, e.g. "0.8.0". With one that is not supported, or None where it is unknown, the
+    refusals of all releases hold.
+    """
     if neuron_config.padding_side != "right":
         raise SmolLM3Error(
-            f"padding_side is {neuron_config.padding_side!r}, allowed is 'right': leave it out and pad prompts on the right"
+            f"padding_side is {neuron_config.padding_side!r}, allowed is 'right': leave it out and pad prompts on the "
+            "right"
         )
     for name in SILU_KERNELS:
         if getattr(neuron_config, name, None) and hidden_act != "silu":
@@ -82,82 +89,83 @@ def check_switches(neuron_config: Any, no_rope_layers: Sequence[int], hidden_act
     minor = ".".join((release or "").split(".")[:2])
     for refusal in REFUSED:
         value = getattr(neuron_config, refusal.name, None)
-        of_release = minor not in SUPPORTED_NXDI or minor in refusal.releases
-        if value and of_release and not (refusal.only_with_nope and all(no_rope_layers)):
+        applies = minor not in SUPPORTED_NXDI or minor in refusal.releases
+        if value and applies and not (refusal.only_with_nope and all(no_rope_layers)):
             raise SmolLM3Error(f"{refusal.name} is {value!r}, but {refusal.reason}; leave it out")
 
 
 def check_encoding(neuron_config: Any) -> None:
-    """SmolLM3Error for ways to encode a context that do not go together, or not with its lengths. Takes a NeuronConfig or
-    artifact.Settings."""
-    size = neuron_config.windowed_context_encoding_size
+    """Raises SmolLM3Error for ways to encode a context that do not go together, or not with its lengths.
+
+    `neuron_config` is a NeuronConfig, or the settings of an artifact, which have its names.
+    """
+    window = neuron_config.windowed_context_encoding_size
     if neuron_config.sequence_parallel_enabled:
         _check_divisible(neuron_config, "sequence_parallel_enabled", "tp_degree", neuron_config.tp_degree)
-    if size is not None:
-        if size < 2:
-            raise SmolLM3Error(f"windowed_context_encoding_size is {size}, allowed is a whole number of at least 2")
+    if window is not None:
+        if window < 2:
+            raise SmolLM3Error(f"windowed_context_encoding_size is {window}, allowed is a whole number of at least 2")
         if neuron_config.sequence_parallel_enabled:
             raise SmolLM3Error(
-                f"windowed_context_encoding_size is {size} with sequence_parallel_enabled: together they give wrong tokens, "
-                "leave one of them out"
+                f"windowed_context_encoding_size is {window} with sequence_parallel_enabled: together they give wrong "
+                "tokens, leave one of them out"
             )
         if neuron_config.ctx_batch_size != neuron_config.batch_size:  # the library reads the lines of all requests
             raise SmolLM3Error(
-                f"windowed_context_encoding_size is {size} with a ctx_batch_size of {neuron_config.ctx_batch_size} and a "
-                f"batch_size of {neuron_config.batch_size}: make them equal or leave it out"
+                f"windowed_context_encoding_size is {window} with a ctx_batch_size of {neuron_config.ctx_batch_size} "
+                f"and a batch_size of {neuron_config.batch_size}: make them equal or leave it out"
             )
-        _check_divisible(neuron_config, "windowed_context_encoding_size", "it, which is", size)
+        _check_divisible(neuron_config, "windowed_context_encoding_size", "it, which is", window)
     if neuron_config.is_prefix_caching:
         _check_prefix_caching(neuron_config)
     elif getattr(neuron_config, "is_block_kv_layout", False):
         raise SmolLM3Error("is_block_kv_layout is on and is_prefix_caching off: turn both on or leave both out")
     if neuron_config.async_mode and not neuron_config.on_device_sampling_config:
         raise SmolLM3Error(
-            "async_mode is on without on_device_sampling_config: a step takes the token of the one before from the device, "
-            "give both or leave async_mode out"
+            "async_mode is on without on_device_sampling_config: a step takes the token of the one before from the "
+            "device, give both or leave async_mode out"
         )
 
 
 def _check_divisible(neuron_config: Any, switch: str, divisor_name: str, divisor: int) -> None:
     lengths = [neuron_config.max_context_length, *(neuron_config.context_encoding_buckets or [])]
     if neuron_config.enable_bucketing and not neuron_config.context_encoding_buckets:
-        lengths.append(
-            min(128, neuron_config.max_context_length)
-        )  # the library's own buckets are powers of two from 128
+        # the library's own buckets are powers of two from 128
+        lengths.append(min(128, neuron_config.max_context_length))
     for length in lengths:
         if length % divisor:
             raise SmolLM3Error(
-                f"{switch}: a context of {length} does not divide by {divisor_name} {divisor}; choose max_context_length "
-                "(and context_encoding_buckets) that do, or leave it out"
+                f"{switch}: a context of {length} does not divide by {divisor_name} {divisor}; choose "
+                "max_context_length (and context_encoding_buckets) that do, or leave it out"
             )
 
 
 def _check_prefix_caching(neuron_config: Any) -> None:
-    block, blocks = neuron_config.pa_block_size, neuron_config.pa_num_blocks
+    block_size, num_blocks = neuron_config.pa_block_size, neuron_config.pa_num_blocks
     if neuron_config.ctx_batch_size != 1:
         raise SmolLM3Error(
-            f"is_prefix_caching with a ctx_batch_size of {neuron_config.ctx_batch_size}: it takes 1 prompt at a time, set "
-            "ctx_batch_size to 1, with is_continuous_batching for more requests"
+            f"is_prefix_caching with a ctx_batch_size of {neuron_config.ctx_batch_size}: it takes 1 prompt at a time, "
+            "set ctx_batch_size to 1, with is_continuous_batching for more requests"
         )
     if neuron_config.windowed_context_encoding_size:
         raise SmolLM3Error("windowed_context_encoding_size and is_prefix_caching are both set: leave one of them out")
-    prefixes = getattr(neuron_config, "prefix_buckets", None)
-    if neuron_config.context_encoding_buckets and not prefixes:
+    if neuron_config.context_encoding_buckets and not getattr(neuron_config, "prefix_buckets", None):
         raise SmolLM3Error(
-            "context_encoding_buckets with is_prefix_caching need prefix_buckets, too: leave them out for the library's own"
+            "context_encoding_buckets with is_prefix_caching need prefix_buckets, too: leave them out for the "
+            "library's own"
         )
-    if block < 1 or block & (block - 1):
-        raise SmolLM3Error(f"pa_block_size is {block}, allowed is a power of two")
+    if block_size < 1 or block_size & (block_size - 1):
+        raise SmolLM3Error(f"pa_block_size is {block_size}, allowed is a power of two")
     for name in ("max_context_length", "seq_len", "context_encoding_buckets", "prefix_buckets"):
-        given = getattr(neuron_config, name, None)
-        for length in given if isinstance(given, list) else [given or 128]:
-            if length < 128 or length % block:  # the library takes a context below 128 for a token
+        lengths = getattr(neuron_config, name, None)
+        for length in lengths if isinstance(lengths, list) else [lengths or 128]:
+            if length < 128 or length % block_size:  # the library takes a context below 128 for a token
                 raise SmolLM3Error(
-                    f"{name} is {given}, with is_prefix_caching allowed are multiples of pa_block_size, {block}, of at least "
-                    "128"
+                    f"{name} is {lengths}, with is_prefix_caching allowed are multiples of pa_block_size, "
+                    f"{block_size}, of at least 128"
                 )
-    if blocks * block < neuron_config.seq_len:
+    if num_blocks * block_size < neuron_config.seq_len:
         raise SmolLM3Error(
-            f"pa_num_blocks is {blocks}: of pa_block_size {block} at least {neuron_config.seq_len // block} are needed for a "
-            f"seq_len of {neuron_config.seq_len}"
+            f"pa_num_blocks is {num_blocks}: of pa_block_size {block_size} at least "
+            f"{neuron_config.seq_len // block_size} are needed for a seq_len of {neuron_config.seq_len}"
         )

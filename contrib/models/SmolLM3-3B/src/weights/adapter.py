@@ -110,8 +110,8 @@ class Adapter:
                 raise SmolLM3Error(f"{path}: {name} is {value!r}, which cannot be merged into the weights here")
         if values.get("init_lora_weights") not in KEEPS_THE_WEIGHTS:
             raise SmolLM3Error(
-                f"{path}: init_lora_weights is {values['init_lora_weights']!r}: it was trained on changed weights, not the "
-                "checkpoint's; save it with PEFT's path_initial_model_for_weight_conversion"
+                f"{path}: init_lora_weights is {values['init_lora_weights']!r}: it was trained on changed weights, not "
+                "the checkpoint's; save it with PEFT's path_initial_model_for_weight_conversion"
             )
         return values
 
@@ -182,7 +182,8 @@ def check_serving(config: CheckpointConfig, neuron_config: Any) -> None:
         )
     if lora_config.batch_size != neuron_config.batch_size:
         raise SmolLM3Error(
-            f"lora_config.batch_size is {lora_config.batch_size}, batch_size {neuron_config.batch_size}: make them equal"
+            f"lora_config.batch_size is {lora_config.batch_size}, batch_size {neuron_config.batch_size}: make them "
+            "equal"
         )
     if config.hidden_size % tp_degree:
         raise SmolLM3Error(f"lora_config: tp_degree {tp_degree} does not divide hidden_size, {config.hidden_size}")

@@ -76,18 +76,19 @@ def check_quantization(config: CheckpointConfig, neuron_config: Any) -> None:
             raise SmolLM3Error(f"fused_qkv: one scale per tensor does not fit three projections in one; {instead}")
         if neuron_config.modules_to_not_convert:
             raise SmolLM3Error(
-                f"modules_to_not_convert is {neuron_config.modules_to_not_convert}: the library quantizes them all the same with "
-                f"'per_tensor_symmetric'; {instead}"
+                f"modules_to_not_convert is {neuron_config.modules_to_not_convert}: the library quantizes them all the "
+                f"same with 'per_tensor_symmetric'; {instead}"
             )
         if config.intermediate_size % neuron_config.tp_degree:
             raise SmolLM3Error(
-                f"intermediate_size is {config.intermediate_size}, tp_degree {neuron_config.tp_degree} does not divide it, and the "
-                f"library cannot pad it with one scale per tensor; {instead}"
+                f"intermediate_size is {config.intermediate_size}, tp_degree {neuron_config.tp_degree} does not divide "
+                f"it, and the library cannot pad it with one scale per tensor; {instead}"
             )
     if "lm_head" in linears and config.vocab_size % neuron_config.tp_degree:
         raise SmolLM3Error(
-            f"vocab_size is {config.vocab_size}, tp_degree {neuron_config.tp_degree} does not divide it, and the library masks real "
-            "logits of a quantized lm_head then; use modules_to_not_convert lm_head with 'per_channel_symmetric'"
+            f"vocab_size is {config.vocab_size}, tp_degree {neuron_config.tp_degree} does not divide it, and the "
+            "library masks real logits of a quantized lm_head then; use modules_to_not_convert lm_head with "
+            "'per_channel_symmetric'"
         )
 
 

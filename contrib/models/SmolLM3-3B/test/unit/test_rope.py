@@ -35,12 +35,12 @@ def configs(scaling, head_dim=128):
 def test_inverse_frequencies_are_transformers_bit_for_bit(scaling, head_dim):
     ours, theirs = configs(scaling, head_dim)
     expected, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](theirs, torch.device("cpu"))
-    found, found_factor = ScaledRotaryEmbedding(ours)._parameters_on(None)
+    found, found_factor = ScaledRotaryEmbedding(ours)._rope_parameters(None)
     assert torch.equal(found, expected) and found_factor == factor
 
 
 def test_the_attention_factor_of_the_model_card():
-    assert ScaledRotaryEmbedding(configs(SCALINGS["yarn as the model card has it"])[0])._parameters_on(None)[1] == (
+    assert ScaledRotaryEmbedding(configs(SCALINGS["yarn as the model card has it"])[0])._rope_parameters(None)[1] == (
         pytest.approx(1.0693, abs=5e-5)
     )
 
