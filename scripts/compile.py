@@ -26,7 +26,7 @@ from smollm3_neuron.model.config import read_config
 from smollm3_neuron.model.dtypes import QUANTIZATION_DTYPES
 from smollm3_neuron.model.smollm3_3b import SMOLLM3_3B
 from smollm3_neuron.vllm.serving import serve_command, settings_of_server
-from smollm3_neuron.weights.quantization import PARTS, QUANTIZATION_TYPES
+from smollm3_neuron.weights.quantization import MODULE_NAMES, QUANTIZATION_TYPES
 
 
 def parse_args() -> argparse.Namespace:
@@ -128,7 +128,7 @@ def add_quantization(group) -> None:
         help=f"{' or '.join(QUANTIZATION_DTYPES)} (default: %(default)s)",
     )
     group.add_argument(
-        "--modules-to-not-convert", nargs="+", metavar="NAME", help=f"leave as they are: {', '.join(PARTS)}"
+        "--modules-to-not-convert", nargs="+", metavar="NAME", help=f"leave as they are: {', '.join(MODULE_NAMES)}"
     )
 
 

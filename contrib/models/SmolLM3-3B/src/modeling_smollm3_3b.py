@@ -1,8 +1,8 @@
 """SmolLM3 on NxD Inference: config, attention, decoder layer, model, application head.
 
-A Llama with three differences: layers whose `no_rope_layers` flag is 0 apply no rotary embedding (NoPE), the embeddings
-are tied, and KV heads that a TP degree cannot shard are expanded beforehand (sharding.py). Written against NxD Inference
-0.7 to 0.9; reference: transformers' `SmolLM3ForCausalLM`.
+It is a Llama with three differences: layers whose `no_rope_layers` flag is 0 apply no rotary embedding (NoPE), the
+embeddings are tied, and KV heads that a TP degree cannot shard are expanded beforehand (model/heads.py). It is written
+against NxD Inference 0.7 to 0.9; its reference is transformers' `SmolLM3ForCausalLM`.
 """
 
 import dataclasses
@@ -35,12 +35,12 @@ logger = logging.getLogger("Neuron")
 
 
 def get_rmsnorm_cls():
-    """The device's RMSNorm is a custom call that exists only there."""
+    """Returns the device's RMSNorm, a custom call that exists only there, or in CPU mode transformers'."""
     return SmolLM3RMSNorm if cpu_mode() else CustomRMSNorm
 
 
 def get_rotary_embedding(config: CheckpointConfig) -> nn.Module:
-    """The library's, or for a checkpoint with RoPE scaling rope.py's: the library would ignore the scaling."""
+    """Returns the library's, or rope.py's for a checkpoint with RoPE scaling, which the library would ignore."""
     if config.rope_scaling is not None:
         return ScaledRotaryEmbedding(config)
     return RotaryEmbedding(
@@ -49,7 +49,10 @@ def get_rotary_embedding(config: CheckpointConfig) -> nn.Module:
 
 
 class SmolLM3NeuronConfig(NeuronConfig):
-    """The library's. SmolLM3Error for a keyword that it does not know, which it would drop with a warning."""
+    """The library's NeuronConfig, which would drop a keyword that it does not know with a warning.
+
+    Raises SmolLM3Error for such a keyword.
+    """
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -59,7 +62,7 @@ class SmolLM3NeuronConfig(NeuronConfig):
 class SmolLM3InferenceConfig(InferenceConfig):
     """The checkpoint's config (see model/config.py) together with a NeuronConfig.
 
-    Built with NxD Inference's own `load_pretrained_config`. Raises SmolLM3Error for values that would run wrong.
+    It is built with NxD Inference's own `load_pretrained_config`. Raises SmolLM3Error for values that would run wrong.
     """
 
     further_checks: tuple = ()  # called with every valid config; vllm/plugin.py adds its own
@@ -68,8 +71,10 @@ class SmolLM3InferenceConfig(InferenceConfig):
         self.num_cores_per_group = 1
         # load_pretrained_config sets it, and the library would prefer it to the path that it is given
         self.__dict__.pop("_name_or_path", None)
-        source = getattr(self, "source_num_key_value_heads", None) or getattr(self, "num_key_value_heads", None)
-        checkpoint_config = resolve_config({**vars(self), "num_key_value_heads": source})
+        fields = dict(vars(self))
+        if "source_num_key_value_heads" in fields:  # a saved config, where num_key_value_heads may be expanded
+            fields["num_key_value_heads"] = fields["source_num_key_value_heads"]
+        checkpoint_config = resolve_config(fields)
         vars(self).update(vars(checkpoint_config))
         self.__dict__.pop("rope_parameters", None)
         if any(layer_windows(self)) and self.neuron_config.attn_kernel_enabled is None:
@@ -80,9 +85,12 @@ class SmolLM3InferenceConfig(InferenceConfig):
 
     @property
     def checkpoint_config(self) -> CheckpointConfig:
-        """The checkpoint's own config, where `num_key_value_heads` of this one may be expanded."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(CheckpointConfig)}
-        return CheckpointConfig(**{**values, "num_key_value_heads": self.source_num_key_value_heads})
+        """Returns the checkpoint's own config: `num_key_value_heads` of this one may be expanded.
+
+        It is a property because every attribute of an instance is saved, and comes back as a keyword argument.
+        """
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(CheckpointConfig)}
+        return CheckpointConfig(**{**fields, "num_key_value_heads": self.source_num_key_value_heads})
 
     def validate_config(self):
         super().validate_config()
@@ -126,11 +134,11 @@ class NeuronSmolLM3Attention(NeuronAttentionBase):
         )
 
     def perform_prefix_prefill(self, Q, K, V, q_len, bsz, attention_mask, past_key_value, active_mask):
-        """The library's, which without its kernel leaves the prefix unmasked: a cached prefix shorter than its bucket."""
-        prefix = Q, K, V, q_len, bsz, attention_mask, past_key_value, active_mask
+        """Masks a cached prefix that is shorter than its bucket, which the library without its kernel does not."""
+        arguments = Q, K, V, q_len, bsz, attention_mask, past_key_value, active_mask
         strategy = self.get_flash_attention_strategy(q_len, has_attention_mask=False)
         if strategy.name != "NONE" or not self.neuron_config.is_prefix_caching:
-            return super().perform_prefix_prefill(*prefix)
+            return super().perform_prefix_prefill(*arguments)
         mask = attention_mask[:, None, None, :].bool()
         return self.compute_for_token_gen(
             Q, K, V, None, past_key_value, mask, active_mask, is_prefix_caching=True
@@ -138,6 +146,8 @@ class NeuronSmolLM3Attention(NeuronAttentionBase):
 
 
 class NeuronSmolLM3DecoderLayer(nn.Module):
+    """Attention and MLP, each behind an RMSNorm, each with its residual."""
+
     def __init__(self, config: SmolLM3InferenceConfig, layer_idx: int):
         super().__init__()
         self.self_attn = NeuronSmolLM3Attention(config, layer_idx)
@@ -157,7 +167,11 @@ class NeuronSmolLM3DecoderLayer(nn.Module):
         local_mask: torch.Tensor | None = None,
         **kwargs,
     ) -> tuple:
-        """hidden_states [batch, seq, hidden] -> (hidden_states, present_key_value, cos_cache, sin_cache, residual)."""
+        """Maps hidden_states [batch, seq, hidden] to those after the layer.
+
+        Returns (hidden_states, present_key_value, cos_cache, sin_cache, residual), as the library's layers do; the
+        residual is None.
+        """
         residual = hidden_states
         attention = self.self_attn(
             hidden_states=self.input_layernorm(hidden_states),
@@ -182,7 +196,7 @@ class NeuronSmolLM3DecoderLayer(nn.Module):
 
 
 class NeuronSmolLM3Model(NeuronBaseModel):
-    """The traced part: token ids in, logits (or sampled tokens) and the KV cache out."""
+    """The traced part, which takes token ids and returns logits (or sampled tokens) and the KV cache."""
 
     def setup_attr_for_model(self, config: SmolLM3InferenceConfig):
         self.on_device_sampling = config.neuron_config.on_device_sampling_config is not None
@@ -237,14 +251,16 @@ class NeuronSmolLM3Model(NeuronBaseModel):
         *args,
         **kwargs,
     ) -> list[torch.Tensor]:
-        """input_ids, attention_mask, position_ids [batch, seq] -> [logits [batch, 1, vocab_size] or tokens, K and V ...].
+        """Maps input_ids, attention_mask and position_ids [batch, seq] to a list.
 
-        Two faults of the library are met here, in the graph. It takes a prompt's last token to be where position_ids is
-        largest, and pads with 1: wrong for a prompt of one token, so padding gets position 0. And it masks as many of the
-        last logits as it padded after cutting the padding off: so the padding is kept until then and cut off here.
+        Its first entry is the logits [batch, 1, vocab_size], or the sampled tokens; K and V of each layer follow.
+
+        The graph meets two faults of the library here. The library takes a prompt's last token to be where position_ids
+        is largest, and pads them with 1, which is wrong for a prompt of one token: so padding gets position 0. And it
+        cuts the vocabulary's padding off the logits before it masks as many of the last ones: so the padding is kept
+        until then and cut off here.
         """
-        config = self.neuron_config
-        if input_ids.shape[-1] > 1 and not config.is_prefix_caching:
+        if input_ids.shape[-1] > 1 and not self.neuron_config.is_prefix_caching:
             position_ids = self._pad_position_ids(position_ids, attention_mask)
         outputs = super().forward(input_ids, attention_mask, position_ids, *args, **kwargs)
         if self.lm_head.pad_size and not self.on_device_sampling:
@@ -252,7 +268,11 @@ class NeuronSmolLM3Model(NeuronBaseModel):
         return outputs
 
     def _pad_position_ids(self, position_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        """0 on padding; with windowed context encoding in the first window only: windows of nothing but 1 are left out."""
+        """Sets the positions of padding to 0.
+
+        With windowed context encoding it does so in the first window only: the library leaves out later windows whose
+        positions are all 1.
+        """
         window = self.neuron_config.windowed_context_encoding_size
         if window is None:
             return position_ids * attention_mask
@@ -265,23 +285,23 @@ class NeuronSmolLM3ForCausalLM(NeuronBaseForCausalLM):
     _model_cls = NeuronSmolLM3Model
 
     def forward(self, input_ids=None, seq_ids=None, attention_mask=None, position_ids=None, **kwargs):
-        """The library's, for `seq_ids` in any order: it takes row i of a full batch of tokens for line i of the cache.
+        """Runs the library's forward for `seq_ids` in any order: it takes row i of a full batch for the cache's line i.
 
-        SmolLM3Error for prompts that are padded on the left, which it would read as if they were not, and for another
-        order with async_mode.
+        Raises SmolLM3Error for prompts that are padded on the left, which the library would read as if they were not,
+        and for `seq_ids` that do not rise with async_mode.
         """
         if attention_mask is not None and (attention_mask[:, 1:] > attention_mask[:, :-1]).any():
             raise SmolLM3Error("attention_mask has a 0 before a 1: pad prompts on the right")
-        rows = dict(
+        inputs = dict(
             kwargs, input_ids=input_ids, seq_ids=seq_ids, attention_mask=attention_mask, position_ids=position_ids
         )
         reads_lines_as_rows = self.neuron_config.is_continuous_batching and not self.neuron_config.is_block_kv_layout
         if not reads_lines_as_rows or seq_ids is None or torch.equal(seq_ids, seq_ids.sort().values):
-            return super().forward(**rows)
+            return super().forward(**inputs)
         if self.neuron_config.async_mode:  # a step's rows are those that the step before left on the device
             raise SmolLM3Error(f"seq_ids is {seq_ids.tolist()}, with async_mode it must rise: sort the batch by it")
         order = seq_ids.argsort()
-        output = super().forward(**{k: v[order] if torch.is_tensor(v) else v for k, v in rows.items()})
+        output = super().forward(**{k: v[order] if torch.is_tensor(v) else v for k, v in inputs.items()})
         as_asked = order.argsort()
         for name in ("logits", "hidden_states", "tokens"):
             if torch.is_tensor(getattr(output, name)):
@@ -298,7 +318,7 @@ class NeuronSmolLM3ForCausalLM(NeuronBaseForCausalLM):
 
     @classmethod
     def get_state_dict(cls, model_name_or_path: str, config: SmolLM3InferenceConfig) -> dict:
-        """A folder is read by checkpoint.py: the library takes a stray model.safetensors before a valid index."""
+        """Reads a folder with weights/checkpoint.py: the library prefers a stray model.safetensors to a valid index."""
         if not os.path.isdir(model_name_or_path):
             return super().get_state_dict(model_name_or_path, config)
         state_dict = checkpoint.load_state_dict(model_name_or_path, config.checkpoint_config, config.neuron_config)

@@ -80,7 +80,7 @@ class CheckpointConfig:
 
     @property
     def longest_sequence(self) -> int:
-        """Counts the positions that the model is good for: max_position_embeddings, or what its RoPE scaling reaches."""
+        """Counts the positions that the model can use: max_position_embeddings, or what its RoPE scaling reaches."""
         positions, scaling = self.max_position_embeddings, self.rope_scaling
         if scaling is None:
             return positions

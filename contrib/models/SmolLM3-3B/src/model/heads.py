@@ -44,7 +44,7 @@ class ShardingPlan:
 
     @property
     def kv_expansion(self) -> int:
-        """Says how often each KV head of the checkpoint is in the config and in the state dict that the library gets."""
+        """Says how often each KV head of the checkpoint is in the config and the state dict that the library gets."""
         return self.num_attention_heads // self.num_key_value_heads if self.strategy == "convert-to-mha" else 1
 
     @property

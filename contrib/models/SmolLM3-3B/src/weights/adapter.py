@@ -1,4 +1,4 @@
-"""A PEFT LoRA adapter: what merging it makes of a checkpoint's tensors, and whether NxD Inference can serve it unmerged.
+"""A PEFT LoRA adapter: merges it into a checkpoint's tensors, and tells whether NxD Inference can serve it unmerged.
 
 Reference: PEFT's `merge_and_unload` on transformers. Of tied embeddings PEFT would change both when it merges one; here
 the embedding and the head change each for itself, as in PEFT's forward before merging, which is what was trained.
@@ -20,17 +20,18 @@ from .digests import sha256
 from .lazy_rows import MergedRows
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# what these do is read here, or shows in the tensors, or was over when training ended; any other field must be unset
+# what these fields do is read here, shows in the tensors, or was over when training ended; any other must be unset
 UNDERSTOOD = {
     "peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "init_lora_weights",
-    "target_modules", "exclude_modules", "modules_to_save", "layers_to_transform", "layers_pattern", "bias", "lora_bias",
-    "fan_in_fan_out", "ensure_weight_tying", "auto_mapping", "base_model_name_or_path", "revision", "task_type",
-    "inference_mode", "lora_dropout", "loftq_config", "eva_config", "corda_config", "megatron_core", "qalora_group_size",
-    "runtime_config", "peft_version",
+    "target_modules", "exclude_modules", "modules_to_save", "layers_to_transform", "layers_pattern", "bias",
+    "lora_bias", "fan_in_fan_out", "ensure_weight_tying", "auto_mapping", "base_model_name_or_path", "revision",
+    "task_type", "inference_mode", "lora_dropout", "loftq_config", "eva_config", "corda_config", "megatron_core",
+    "qalora_group_size", "runtime_config", "peft_version",
 }  # fmt: skip
 MERGE_INSTEAD = "merge it into the weights"
-KEEPS_THE_WEIGHTS = (True, False, None, "gaussian", "eva", "orthogonal")
-# end of a tensor's name -> what it is to the tensor that stands first
+# ways to initialize an adapter that leave the checkpoint's weights as they are
+INITIALIZATIONS = (True, False, None, "gaussian", "eva", "orthogonal")
+# how an adapter's tensor ends -> how the checkpoint's tensor ends that it changes, and its role in that
 ROLES = {
     ".lora_A.weight": (".weight", "a"),
     ".lora_B.weight": (".weight", "b"),
@@ -43,14 +44,14 @@ ROLES = {
 
 
 class Adapter:
-    """The adapter in `folder`, after checking that it fits a checkpoint with this config.
+    """The adapter in `folder`, after it was checked that it fits a checkpoint with this config.
 
     Raises SmolLM3Error for what cannot be merged.
     """
 
     def __init__(self, folder: str | Path, config: CheckpointConfig):
         self.folder = Path(folder)
-        self.values = self._read_config()
+        self.peft_config = self._read_config()
         try:
             self.file = safe_open(self.folder / WEIGHTS, framework="pt")
             keys = list(self.file.keys())
@@ -69,11 +70,14 @@ class Adapter:
 
     @property
     def identity(self) -> dict[str, str]:
-        """What tells it from any other."""
+        """Returns its folder and its files' digests, which tell it from any other."""
         return {"folder": str(self.folder), **{name: sha256(self.folder / name) for name in (CONFIG, WEIGHTS)}}
 
     def merged(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> Any:
-        """`tensor`, the checkpoint's of that name (without prefix), with the adapter merged: a tensor, or MergedRows."""
+        """Merges the adapter into `tensor`, the checkpoint's of that name (without prefix).
+
+        Returns a tensor, or MergedRows, which compute it when rows of it are asked for.
+        """
         roles = self.roles.get(name, {})
         if "replaced" in roles:
             tensor = self._tensor(roles["replaced"])
@@ -97,41 +101,39 @@ class Adapter:
     def _read_config(self) -> dict[str, Any]:
         path = self.folder / CONFIG
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            peft_config = json.loads(path.read_text(encoding="utf-8"))
         except (FileNotFoundError, NotADirectoryError):
             raise SmolLM3Error(f"{self.folder}: no {CONFIG} there; pass the folder of a PEFT adapter") from None
         except ValueError as error:
             raise SmolLM3Error(f"{path}: not valid JSON ({error}); copy the file again") from None
-        if not isinstance(values, dict) or values.get("peft_type") != "LORA":
-            found = values.get("peft_type") if isinstance(values, dict) else values
-            raise SmolLM3Error(f"{path}: peft_type is {found!r}, only 'LORA' can be merged")
-        for name, value in values.items():
+        peft_type = peft_config.get("peft_type") if isinstance(peft_config, dict) else peft_config
+        if not isinstance(peft_config, dict) or peft_type != "LORA":
+            raise SmolLM3Error(f"{path}: peft_type is {peft_type!r}, only 'LORA' can be merged")
+        for name, value in peft_config.items():
             if value and name not in UNDERSTOOD:
                 raise SmolLM3Error(f"{path}: {name} is {value!r}, which cannot be merged into the weights here")
-        if values.get("init_lora_weights") not in KEEPS_THE_WEIGHTS:
+        if peft_config.get("init_lora_weights") not in INITIALIZATIONS:
             raise SmolLM3Error(
-                f"{path}: init_lora_weights is {values['init_lora_weights']!r}: it was trained on changed weights, not "
-                "the checkpoint's; save it with PEFT's path_initial_model_for_weight_conversion"
+                f"{path}: init_lora_weights is {peft_config['init_lora_weights']!r}: it was trained on changed "
+                "weights, not the checkpoint's; save it with PEFT's path_initial_model_for_weight_conversion"
             )
-        return values
+        return peft_config
 
     def _scaling(self, name: str, roles: dict[str, str]) -> float:
-        """lora_alpha over the rank, or its root; of the patterns the first that fits the module's name."""
+        """Returns lora_alpha over the rank, or over its root; of each pattern's entries the first that fits holds."""
         path, module = self.folder / CONFIG, name.rpartition(".")[0]
         module = module if module == "lm_head" else f"model.{module}"
-        alpha, rank = (
-            self._of_pattern("alpha_pattern", "lora_alpha", module),
-            self._of_pattern("rank_pattern", "r", module),
-        )
+        alpha = self._from_pattern("alpha_pattern", "lora_alpha", module)
+        rank = self._from_pattern("rank_pattern", "r", module)
         if type(alpha) not in (int, float) or type(rank) is not int or rank < 1:
             raise SmolLM3Error(f"{path}: lora_alpha is {alpha!r} and r {rank!r} for {module}, allowed are numbers")
         for key in (roles[role] for role in ("a", "embedding_a") if role in roles):
             if self._shape(key)[0] != rank:
                 raise SmolLM3Error(f"{self.folder}: {key} has rank {self._shape(key)[0]}, {CONFIG} says {rank}")
-        return alpha / (math.sqrt(rank) if self.values.get("use_rslora") else rank)
+        return alpha / (math.sqrt(rank) if self.peft_config.get("use_rslora") else rank)
 
-    def _of_pattern(self, pattern_name: str, default_name: str, module: str) -> Any:
-        for pattern, value in (self.values.get(pattern_name) or {}).items():
+    def _from_pattern(self, pattern_name: str, default_name: str, module: str) -> Any:
+        for pattern, value in (self.peft_config.get(pattern_name) or {}).items():
             try:
                 fits = re.fullmatch(rf"(.*\.)?({pattern})", module)
             except re.error as error:
@@ -140,7 +142,7 @@ class Adapter:
                 ) from None
             if fits:
                 return value
-        return self.values.get(default_name)
+        return self.peft_config.get(default_name)
 
     def _check(self, config: CheckpointConfig) -> None:
         if not self.roles:
@@ -153,14 +155,17 @@ class Adapter:
                     "lora_bias needs a bias to add to" if "added" in roles else "it fits no tensor of the checkpoint"
                 )
                 raise SmolLM3Error(f"{self.folder}: {next(iter(roles.values()))}: {reason}; there is no {name}")
-            shape, rank = shapes[name], next((self._shape(roles[a])[0] for a in ("a", "embedding_a") if a in roles), 0)
+            shape = shapes[name]
+            rank = next((self._shape(roles[role])[0] for role in ("a", "embedding_a") if role in roles), 0)
             expected = {
-                "replaced": shape, "added": shape, "magnitude": shape[:1], "a": (rank, shape[-1]), "b": (shape[0], rank),
+                "replaced": shape, "added": shape, "magnitude": shape[:1],
+                "a": (rank, shape[-1]), "b": (shape[0], rank),
                 "embedding_a": (rank, shape[0]), "embedding_b": (shape[-1], rank),
             }  # fmt: skip
-            for one, other in (("a", "b"), ("b", "a"), ("embedding_a", "embedding_b"), ("embedding_b", "embedding_a")):
-                if one in roles and other not in roles:
-                    raise SmolLM3Error(f"{self.folder / WEIGHTS}: {roles[one]} is there without its other half")
+            for pair in (("a", "b"), ("embedding_a", "embedding_b")):
+                halves = [roles[role] for role in pair if role in roles]
+                if len(halves) == 1:
+                    raise SmolLM3Error(f"{self.folder / WEIGHTS}: {halves[0]} is there without its other half")
             for role, key in roles.items():
                 if self._shape(key) != expected[role]:
                     raise SmolLM3Error(
@@ -172,7 +177,7 @@ class Adapter:
 
 
 def check_serving(config: CheckpointConfig, neuron_config: Any) -> None:
-    """Raises SmolLM3Error for a `lora_config` (LoraServingConfig) that NxD Inference would serve wrongly, or not at all."""
+    """Raises SmolLM3Error for a `lora_config` (LoraServingConfig) that the library would serve wrongly, or not."""
     lora_config, tp_degree = neuron_config.lora_config, neuron_config.tp_degree
     if not hasattr(lora_config, "target_modules"):  # None, or not made a LoraServingConfig of
         return
@@ -196,9 +201,9 @@ def check_serving(config: CheckpointConfig, neuron_config: Any) -> None:
             f"tp_degree {tp_degree} changes the heads, and the adapter's would stay as they are",
         ),
     ):  # fmt: skip
-        found = [name for name in names if name in lora_config.target_modules]
-        if found and is_wrong:
-            raise SmolLM3Error(f"lora_config has an adapter for {found[0]}, but {reason}; {MERGE_INSTEAD}")
+        targets = [name for name in names if name in lora_config.target_modules]
+        if targets and is_wrong:
+            raise SmolLM3Error(f"lora_config has an adapter for {targets[0]}, but {reason}; {MERGE_INSTEAD}")
     for folder in {**lora_config.lora_ckpt_paths, **lora_config.lora_ckpt_paths_cpu}.values():
         if Path(folder).is_dir():
             _check_served(Adapter(folder, config), lora_config.max_lora_rank)
@@ -207,11 +212,11 @@ def check_serving(config: CheckpointConfig, neuron_config: Any) -> None:
 def _check_served(adapter: Adapter, max_lora_rank: int) -> None:
     path = adapter.folder / CONFIG
     for name in ("alpha_pattern", "use_dora", "lora_bias", "modules_to_save"):
-        if adapter.values.get(name):
+        if adapter.peft_config.get(name):
             raise SmolLM3Error(
-                f"{path}: {name} is {adapter.values[name]!r}, which the library ignores; {MERGE_INSTEAD}"
+                f"{path}: {name} is {adapter.peft_config[name]!r}, which the library ignores; {MERGE_INSTEAD}"
             )
-    if not isinstance(adapter.values.get("target_modules"), list) or not adapter.values.get("lora_alpha"):
+    if not isinstance(adapter.peft_config.get("target_modules"), list) or not adapter.peft_config.get("lora_alpha"):
         raise SmolLM3Error(
             f"{path}: the library wants a list of target_modules and a lora_alpha above 0; {MERGE_INSTEAD}"
         )
@@ -228,7 +233,7 @@ def _check_served(adapter: Adapter, max_lora_rank: int) -> None:
 
 
 def _target(key: str) -> tuple[str, str]:
-    """(name of the checkpoint's tensor, without prefix; role) of an adapter's tensor."""
+    """Returns which tensor of the checkpoint (without prefix) an adapter's tensor changes, and its role in that."""
     name = key.removeprefix("base_model.model.").removeprefix("model.")
     for ending, (target, role) in ROLES.items():
         if name.endswith(ending):

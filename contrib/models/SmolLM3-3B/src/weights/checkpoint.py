@@ -1,8 +1,8 @@
 """A Hugging Face checkpoint folder and what NxD Inference is given of it.
 
-Reading (`checkpoint_files`, `check_checkpoint`, `load_state_dict`) names every fault before anything is compiled;
-converting (`to_neuron_state_dict`) does what the library does not do or does wrong: leftovers, a head beside tied
-embeddings, fused QKV, KV heads expanded for CONVERT_TO_MHA, the ranks.
+Reading (`checkpoint_files`, `check_checkpoint`, `load_state_dict`) names every fault before anything is compiled.
+Converting (`to_neuron_state_dict`) does what the library does not do or does wrong: it drops leftovers and a head
+beside tied embeddings, fuses QKV, expands KV heads for CONVERT_TO_MHA, and adds the ranks.
 """
 
 import json
@@ -26,7 +26,7 @@ logger = logging.getLogger("Neuron")
 
 LEFTOVER = "rotary_emb.inv_freq"  # a buffer that old versions of transformers saved
 STORED_DTYPES = tuple(DTYPES[name].safetensors_name for name in MODEL_DTYPES)
-# by their last part: what gptq and awq, bitsandbytes, compressed-tensors and fp8 checkpoints hold beside or for a weight
+# the last part of names that gptq and awq, bitsandbytes, compressed-tensors and fp8 checkpoints hold
 QUANTIZED_TENSORS = (
     "qweight", "qzeros", "scales", "g_idx", "absmax", "quant_map", "SCB", "weight_packed", "weight_scale",
     "weight_scale_inv",
@@ -34,7 +34,10 @@ QUANTIZED_TENSORS = (
 
 
 def checkpoint_files(folder: str | Path) -> dict[str, Path]:
-    """Tensor name as in the files -> the file that holds it. An index wins over a stray model.safetensors beside it."""
+    """Maps each tensor's name, as in the files, to the file that holds it.
+
+    An index wins over a stray model.safetensors beside it. Raises SmolLM3Error for files that are missing or damaged.
+    """
     folder = Path(folder)
     index = folder / INDEX_FILE
     if index.is_file():
@@ -48,13 +51,13 @@ def checkpoint_files(folder: str | Path) -> dict[str, Path]:
     else:
         check_format(folder)
         raise SmolLM3Error(f"{folder}: neither {INDEX_FILE} nor {SINGLE_FILE} there; only safetensors are read")
-    for file in sorted(set(files.values())):
+    for file, names in _names_by_file(files):
         if not file.is_file():
             raise SmolLM3Error(f"{file}: missing, but {INDEX_FILE} names it; download it again")
-        stored = set(_names_in(file))
-        lacking = [name for name, where in files.items() if where == file and name not in stored]
-        if lacking:
-            raise SmolLM3Error(f"{file}: {lacking[0]} is not in it, but {INDEX_FILE} says so; download it again")
+        stored_names = set(_names_in(file))
+        missing = [name for name in names if name not in stored_names]
+        if missing:
+            raise SmolLM3Error(f"{file}: {missing[0]} is not in it, but {INDEX_FILE} says so; download it again")
     return files
 
 
@@ -64,8 +67,7 @@ def expected_shapes(config: CheckpointConfig) -> dict[str, tuple[int, ...]]:
     shapes = {"embed_tokens.weight": (config.vocab_size, hidden), "norm.weight": (hidden,)}
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
-    for layer_idx in range(config.num_hidden_layers):
-        layer = f"layers.{layer_idx}"
+    for layer in (f"layers.{layer_idx}" for layer_idx in range(config.num_hidden_layers)):
         shapes[f"{layer}.input_layernorm.weight"] = (hidden,)
         shapes[f"{layer}.post_attention_layernorm.weight"] = (hidden,)
         for projection in PROJECTIONS:
@@ -77,22 +79,23 @@ def expected_shapes(config: CheckpointConfig) -> dict[str, tuple[int, ...]]:
 
 
 def check_checkpoint(folder: str | Path, config: CheckpointConfig, quantized: Collection[str] = ()) -> dict[str, Path]:
-    """`checkpoint_files` after checking names and shapes against the config; reads headers only.
+    """Returns `checkpoint_files` after checking names and shapes against the config; it reads headers only.
 
-    `quantized`: the projections that NxD Inference quantized, see quantization.py.
+    `quantized` names the projections that NxD Inference quantized, see `quantized_linears`. Raises SmolLM3Error for a
+    checkpoint that does not fit.
     """
     files = checkpoint_files(folder)
     shapes = {}
-    for file in sorted(set(files.values())):
+    for file, names in _names_by_file(files):
         with safe_open(file, framework="pt") as tensors:
-            for name, where in files.items():
-                if where == file:
-                    stored = tensors.get_slice(name)
-                    is_foreign = stored.get_dtype() not in STORED_DTYPES or name.split(".")[-1] in QUANTIZED_TENSORS
-                    if is_foreign and _plain(name).rpartition(".")[0] not in quantized:
-                        found = f"{file}: {name} is {stored.get_dtype()}, as in a quantized checkpoint"
-                        raise SmolLM3Error(f"{found}, which is not read; {INSTEAD}")
-                    shapes[_plain(name)] = tuple(stored.get_shape())
+            for name in names:
+                dtype, shape = tensors.get_slice(name).get_dtype(), tensors.get_slice(name).get_shape()
+                is_foreign = dtype not in STORED_DTYPES or name.split(".")[-1] in QUANTIZED_TENSORS
+                if is_foreign and _without_prefix(name).rpartition(".")[0] not in quantized:
+                    raise SmolLM3Error(
+                        f"{file}: {name} is {dtype}, as in a quantized checkpoint, which is not read; {INSTEAD}"
+                    )
+                shapes[_without_prefix(name)] = tuple(shape)
     _check_names(shapes, config, str(folder), quantized)
     for name, shape in expected_shapes(config).items():
         if shapes[name] != shape:
@@ -101,26 +104,31 @@ def check_checkpoint(folder: str | Path, config: CheckpointConfig, quantized: Co
 
 
 def load_state_dict(folder: str | Path, config: CheckpointConfig, neuron_config: Any) -> dict[str, torch.Tensor]:
-    """Maps names without prefix to tensors as stored, of a checkpoint that NxD Inference quantized if it is `quantized`."""
+    """Maps names without prefix to tensors as they are stored.
+
+    With `neuron_config.quantized` the checkpoint is one that NxD Inference quantized. Raises SmolLM3Error for a
+    checkpoint that does not fit.
+    """
     files = check_checkpoint(folder, config, quantized_linears(config, neuron_config))
     state_dict = {}
-    for file in sorted(set(files.values())):
+    for file, names in _names_by_file(files):
         with safe_open(file, framework="pt") as tensors:
-            for name, where in files.items():
-                if where == file:
-                    state_dict[_plain(name)] = tensors.get_tensor(name)
+            state_dict.update({_without_prefix(name): tensors.get_tensor(name) for name in names})
     return state_dict
 
 
 def to_neuron_state_dict(
     state_dict: dict[str, torch.Tensor], config: CheckpointConfig, neuron_config: Any
 ) -> dict[str, torch.Tensor]:
-    """Makes the checkpoint's tensors (names without prefix) what NxD Inference's sharder takes; changes `state_dict`."""
+    """Makes of the checkpoint's tensors (names without prefix) what NxD Inference's sharder takes.
+
+    It changes `state_dict` and returns it. Raises SmolLM3Error for names that do not fit the config.
+    """
     for name in [name for name in state_dict if name.endswith(LEFTOVER)]:
         del state_dict[name]
     quantized = quantized_linears(config, neuron_config)
     _check_names(state_dict, config, "the state dict", quantized)
-    for linear in quantized:  # one for all may have no dimension, and the library takes it for one per channel then
+    for linear in quantized:  # the library takes a scale without a dimension for one per channel
         state_dict[f"{linear}.scale"] = torch.atleast_1d(state_dict[f"{linear}.scale"])
     if config.tie_word_embeddings and "lm_head.weight" in state_dict and "lm_head" not in quantized:
         head = state_dict.pop("lm_head.weight")
@@ -159,15 +167,22 @@ def expand_kv_heads(state_dict: dict[str, torch.Tensor], linear: str, plan: Shar
 
 
 def fuse_qkv(state_dict: dict[str, torch.Tensor], layer: str) -> None:
-    """q_proj, k_proj and v_proj become Wqkv: their rows one after the other."""
+    """Replaces q_proj, k_proj and v_proj with Wqkv, which has their rows one below the other."""
     for kind in ("weight", "bias", "scale"):
         names = [f"{layer}.{projection.name}.{kind}" for projection in QKV]
         if names[0] in state_dict:
             state_dict[f"{layer}.self_attn.Wqkv.{kind}"] = torch.cat([state_dict.pop(name) for name in names])
 
 
-def _plain(name: str) -> str:
+def _without_prefix(name: str) -> str:
     return name.removeprefix(PREFIX)
+
+
+def _names_by_file(files: dict[str, Path]) -> list[tuple[Path, list[str]]]:
+    names: dict[Path, list[str]] = {}
+    for name, file in files.items():
+        names.setdefault(file, []).append(name)
+    return sorted(names.items())
 
 
 def _names_in(file: Path) -> list[str]:
@@ -178,22 +193,22 @@ def _names_in(file: Path) -> list[str]:
         raise SmolLM3Error(f"{file}: not a whole safetensors file ({error}); download it again") from None
 
 
-def _check_names(names: Collection[str], config: CheckpointConfig, where: str, quantized: Collection[str]) -> None:
+def _check_names(names: Collection[str], config: CheckpointConfig, origin: str, quantized: Collection[str]) -> None:
     expected = [*expected_shapes(config), *sorted(f"{linear}.scale" for linear in quantized)]
     allowed = {*expected, "lm_head.weight"}
     missing = [name for name in expected if name not in names]
     unknown = [name for name in names if name not in allowed and not name.endswith(LEFTOVER)]
     if "lm_head.weight" in missing:
         raise SmolLM3Error(
-            f"{where}: lm_head.weight is missing, but tie_word_embeddings is false; one of the two is wrong"
+            f"{origin}: lm_head.weight is missing, but tie_word_embeddings is false; one of the two is wrong"
         )
     if missing:
         raise SmolLM3Error(
-            f"{where}: {missing[0]} is missing{_more(missing)}; the checkpoint does not fit its config.json"
+            f"{origin}: {missing[0]} is missing{_more(missing)}; the checkpoint does not fit its config.json"
         )
     if unknown:
         raise SmolLM3Error(
-            f"{where}: {unknown[0]} is unknown{_more(unknown)}; the checkpoint does not fit its config.json"
+            f"{origin}: {unknown[0]} is unknown{_more(unknown)}; the checkpoint does not fit its config.json"
         )
 
 

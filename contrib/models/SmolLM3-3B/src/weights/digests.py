@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def sha256(path: Path, size: int | None = None) -> str:
-    """Of the whole file, or of its first `size` bytes."""
+    """Returns the SHA-256 of the file, or of its first `size` bytes, as hexadecimal digits."""
     digest = hashlib.sha256()
     for chunk in _read(path, size):
         digest.update(chunk)
@@ -15,16 +15,16 @@ def sha256(path: Path, size: int | None = None) -> str:
 
 
 def crc32(path: Path) -> int:
-    """Of the whole file."""
-    value = 0
+    """Returns the CRC-32 of the file."""
+    checksum = 0
     for chunk in _read(path):
-        value = zlib.crc32(chunk, value)
-    return value
+        checksum = zlib.crc32(chunk, checksum)
+    return checksum
 
 
 def _read(path: Path, size: int | None = None) -> Iterator[bytes]:
-    left = path.stat().st_size if size is None else size
+    remaining = path.stat().st_size if size is None else size
     with open(path, "rb") as file:
-        while left > 0 and (chunk := file.read(min(left, 1 << 20))):
+        while remaining > 0 and (chunk := file.read(min(remaining, 1 << 20))):
             yield chunk
-            left -= len(chunk)
+            remaining -= len(chunk)

@@ -15,11 +15,11 @@ class Projection:
 
     @property
     def cut_features(self) -> str:
-        """The size that is cut over the ranks."""
+        """Names the size that is cut over the ranks."""
         return self.in_features if self.cut_dim else self.out_features
 
     def neuron_name(self, fused_qkv: bool) -> str:
-        """Its name in a layer of NxD Inference's model, which wraps attention's projections in modules of its own."""
+        """Returns its name in a layer of the library's model, which wraps attention's projections in more modules."""
         attention, _, projection = self.name.rpartition(".")
         if self in QKV:
             return f"{attention}.qkv_proj.{'Wqkv' if fused_qkv else projection}"

@@ -1,4 +1,4 @@
-"""Weights quantized by NxD Inference: which ones, their scales, and what cannot go with it. Imports no torch.
+"""Weights quantized by NxD Inference: which ones, their scales, and the settings that are refused. Imports no torch.
 
 The library decides by a module's name what `modules_to_not_convert` leaves alone, once by transformers' names when it
 quantizes a checkpoint and once by its own when it builds the graph: here the two must agree.
@@ -11,15 +11,19 @@ from ..errors import SmolLM3Error
 from ..model.config import CheckpointConfig
 from ..model.dtypes import QUANTIZATION_DTYPES
 from .files import PREFIX
-from .projections import PROJECTIONS
+from .projections import PROJECTIONS, QKV
 from .rank_layout import Output, Part
 
 QUANTIZATION_TYPES = ("per_tensor_symmetric", "per_channel_symmetric")
-PARTS = ("lm_head", "self_attn", "o_proj", "mlp", "gate_proj", "up_proj", "down_proj")
+# for modules_to_not_convert: the parts of names that transformers and the library both have
+MODULE_NAMES = (
+    "lm_head",
+    *dict.fromkeys(part for projection in PROJECTIONS if projection not in QKV for part in projection.name.split(".")),
+)
 
 
 def quantized_linears(config: CheckpointConfig, neuron_config: Any) -> set[str]:
-    """Names the projections that are quantized, as in the checkpoint without prefix and ".weight".
+    """Returns the names of the projections that are quantized, as in the checkpoint without prefix and ".weight".
 
     `neuron_config` is a NeuronConfig, or the settings of an artifact, which have its names. Raises SmolLM3Error where
     transformers' names and the library's disagree about one.
@@ -28,25 +32,26 @@ def quantized_linears(config: CheckpointConfig, neuron_config: Any) -> set[str]:
         return set()
     linears, used = set(), set()
     left_out = neuron_config.modules_to_not_convert or []
-    names = {"lm_head": ("lm_head", "lm_head")}  # by the checkpoint's: transformers' name and the library's
+    names = {"lm_head": ("lm_head", "lm_head")}  # linear -> transformers' name, the library's name
     for layer in (f"layers.{layer_idx}" for layer_idx in range(config.num_hidden_layers)):
         for projection in PROJECTIONS:
             linear = f"{layer}.{projection.name}"
             names[linear] = (f"{PREFIX}{linear}", f"{layer}.{projection.neuron_name(neuron_config.fused_qkv)}")
-    for linear, both in names.items():
-        is_left_out = {name: any(part in name for part in left_out) for name in both}
-        if len(set(is_left_out.values())) > 1:
+    for linear, (transformers_name, library_name) in names.items():
+        is_left_out = any(part in library_name for part in left_out)
+        if is_left_out != any(part in transformers_name for part in left_out):
             raise SmolLM3Error(
-                f"modules_to_not_convert is {left_out}: it names only one of {' and '.join(both)}, which are the same "
-                f"projection in the checkpoint and in the graph; use names that both have: {', '.join(PARTS)}"
+                f"modules_to_not_convert is {left_out}: it names only one of {transformers_name} and {library_name}, "
+                "which are the same projection in the checkpoint and in the graph; use names that both have: "
+                f"{', '.join(MODULE_NAMES)}"
             )
-        if not any(is_left_out.values()):
+        if not is_left_out:
             linears.add(linear)
-        used.update(part for part in left_out if part in both[1])
+        used.update(part for part in left_out if part in library_name)
     if len(used) < len(left_out):
         unused = next(part for part in left_out if part not in used)
         raise SmolLM3Error(
-            f"modules_to_not_convert has {unused!r}, which no projection's name contains; {', '.join(PARTS)} do"
+            f"modules_to_not_convert has {unused!r}, which no projection's name contains; {', '.join(MODULE_NAMES)} do"
         )
     return linears
 
@@ -93,7 +98,7 @@ def check_quantization(config: CheckpointConfig, neuron_config: Any) -> None:
 
 
 def with_scales(outputs: Iterable[Output], linears: set[str], per_channel: bool) -> Iterator[Output]:
-    """The outputs, and beside each quantized weight its scales: one per row, or one."""
+    """Yields the outputs, and after each quantized weight its scales: one per row, or one for all."""
     for output in outputs:
         yield output
         if not is_quantized(output, linears):
@@ -107,5 +112,5 @@ def with_scales(outputs: Iterable[Output], linears: set[str], per_channel: bool)
 
 
 def is_quantized(output: Output, linears: set[str]) -> bool:
-    """Whether it is the weight of one of the projections."""
+    """Tells whether the output is the weight of one of `linears`."""
     return bool(output.parts) and output.parts[0].source.removesuffix(".weight") in linears

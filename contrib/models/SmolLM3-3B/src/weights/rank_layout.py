@@ -1,6 +1,6 @@
 """Which part of which tensor of the checkpoint stands in each rank's shard file. Arithmetic only, imports no torch.
 
-The rules are NxD Inference's (`modules/attention/gqa.py` and its parallel layers); heads.py says what they do to the heads.
+The rules are NxD Inference's (`modules/attention/gqa.py` and its parallel layers); model/heads.py has the heads'.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from ..model.config import CheckpointConfig
 from ..model.heads import padded
 from .projections import PROJECTIONS
 
-# (first, length) along the cut dimension; first None: padding
+# (first, length) along the cut dimension; first is None for padding
 Span = tuple[int | None, int]
 
 
@@ -58,7 +58,7 @@ def rank_outputs(
 
 
 def _spans(config: CheckpointConfig, rank: int, tp_degree: int) -> dict[str, tuple[Span, ...]]:
-    """Maps the config's name of a size to what the rank holds of a dimension of that size, where it is cut."""
+    """Maps the config's name of a size to the rank's spans of a dimension that has that size."""
     spans = {}
     for name in ("hidden_size", "intermediate_size", "vocab_size"):
         size = getattr(config, name)
@@ -86,11 +86,13 @@ def _projection_outputs(
     for projection in PROJECTIONS:
         source, name = f"{layer}.{projection.name}", f"{layer}.{projection.neuron_name(fused_qkv)}"
         sizes = getattr(config, projection.out_features), getattr(config, projection.in_features)
-        cut = spans[projection.cut_features]
-        stacks.setdefault(f"{name}.weight", []).append(_cut(f"{source}.weight", sizes, projection.cut_dim, cut))
+        weight_spans = spans[projection.cut_features]
+        stacks.setdefault(f"{name}.weight", []).append(
+            _cut(f"{source}.weight", sizes, projection.cut_dim, weight_spans)
+        )
         if getattr(config, projection.bias):
-            of_bias = cut if projection.cut_dim == 0 else None
-            stacks.setdefault(f"{name}.bias", []).append(_cut(f"{source}.bias", sizes[:1], 0, of_bias))
+            bias_spans = weight_spans if projection.cut_dim == 0 else None
+            stacks.setdefault(f"{name}.bias", []).append(_cut(f"{source}.bias", sizes[:1], 0, bias_spans))
     return [_stacked(name, outputs) for name, outputs in stacks.items()]
 
 

@@ -40,10 +40,10 @@ def write_shards(
 ) -> dict[str, dict[str, Any]]:
     """Writes every rank's shard file to `output`, with `adapter` merged and quantized as the neuron config asks for.
 
-    Returns "weights/" + file name -> {"size", "crc32", "header": {"size", "sha256"}}, for the artifact's manifest: a
-    CRC-32 tells any flipped byte, and takes a quarter of the copy's time where a SHA-256 takes three times as much.
-    `on_bytes` is called with counts of bytes as they are written, from several threads. Raises SmolLM3Error for a
-    checkpoint that does not fit, OSError where the disk does not take it.
+    Returns the files' entries in an artifact's manifest: "weights/" and the file's name, mapped to {"size", "crc32",
+    "header": {"size", "sha256"}}. A CRC-32 tells any flipped byte, and takes a quarter of the copy's time where a
+    SHA-256 takes three times as much. `on_bytes` is called with counts of bytes as they are written, from several
+    threads. Raises SmolLM3Error for a checkpoint that does not fit, and OSError where the disk does not take it.
     """
     source = _Source(check_checkpoint(folder, config), config, neuron_config, adapter)
     output = Path(output)
@@ -51,22 +51,17 @@ def write_shards(
     # as many at once as there are cores: a rank's time is its copy's
     with ThreadPoolExecutor(min(os.cpu_count() or 1, neuron_config.tp_degree)) as pool:
         ranks = range(neuron_config.tp_degree)
-        entries = list(
-            pool.map(
-                lambda rank: _write_rank(source, _outputs(config, neuron_config, rank), rank, output, on_bytes), ranks
-            )
-        )
-    return dict(entries)
+        return dict(pool.map(lambda rank: _write_rank(source, rank, output, on_bytes), ranks))
 
 
 def shard_bytes(config: CheckpointConfig, neuron_config: Any) -> int:
-    """Bytes of all shard files' tensors, for a progress bar."""
+    """Counts the bytes of all shard files' tensors, for a progress bar."""
     ranks = range(neuron_config.tp_degree)
     return sum(_nbytes(output, dtype) for rank in ranks for output, dtype in _outputs(config, neuron_config, rank))
 
 
 def _outputs(config: CheckpointConfig, neuron_config: Any, rank: int) -> list[tuple[Output, torch.dtype]]:
-    """Lists a rank's tensors with their dtypes, in the order of the safetensors library: widest dtype first, then by name."""
+    """Lists a rank's tensors with their dtypes in the safetensors library's order: widest dtype first, then by name."""
     outputs = rank_outputs(
         config,
         rank,
@@ -84,16 +79,14 @@ def _outputs(config: CheckpointConfig, neuron_config: Any, rank: int) -> list[tu
         else:
             dtype = torch.float32 if output.name.endswith(".scale") else neuron_config.torch_dtype
         typed.append((output, dtype))
-    return sorted(typed, key=lambda o: (-o[1].itemsize, not o[0].parts, o[0].name))
+    return sorted(typed, key=lambda pair: (-pair[1].itemsize, not pair[0].parts, pair[0].name))
 
 
 def _write_rank(
-    source: "_Source",
-    outputs: list[tuple[Output, torch.dtype]],
-    rank: int,
-    folder: Path,
-    on_bytes: Callable[[int], None],
+    source: "_Source", rank: int, folder: Path, on_bytes: Callable[[int], None]
 ) -> tuple[str, dict[str, Any]]:
+    """Writes the rank's file and returns its name and entry, see `write_shards`."""
+    outputs = _outputs(source.config, source.neuron_config, rank)
     path = folder / SHARD_FILE.format(rank=rank)
     crc32 = 0
     with open(path, "wb", buffering=0) as file:
@@ -102,9 +95,9 @@ def _write_rank(
             nonlocal crc32
             view = memoryview(data).cast("B")
             crc32 = zlib.crc32(view, crc32)
-            done = 0
-            while done < len(view):
-                done += file.write(view[done:])
+            written = 0
+            while written < len(view):
+                written += file.write(view[written:])
             on_bytes(len(view))
 
         header = _header(outputs)
@@ -116,8 +109,8 @@ def _write_rank(
                 for chunk in _chunks(source[part.source], part, dtype):
                     write(chunk.view(torch.uint8).numpy())
         size = file.tell()
-    of_header = {"size": len(header), "sha256": hashlib.sha256(header).hexdigest()}
-    return f"weights/{path.name}", {"size": size, "crc32": crc32, "header": of_header}
+    header_entry = {"size": len(header), "sha256": hashlib.sha256(header).hexdigest()}
+    return f"weights/{path.name}", {"size": size, "crc32": crc32, "header": header_entry}
 
 
 class _Source:
@@ -129,7 +122,7 @@ class _Source:
         if config.tie_word_embeddings:
             self.names["lm_head.weight"] = self.names["embed_tokens.weight"]
         self.open = {file: safe_open(file, framework="pt") for file in set(files.values())}
-        self.adapter, self.neuron_config = adapter, neuron_config
+        self.config, self.neuron_config, self.adapter = config, neuron_config, adapter
         self.linears = quantized_linears(config, neuron_config)
         self.quantized: dict[str, QuantizedRows] = {}
         self.lock = threading.Lock()
@@ -147,30 +140,30 @@ class _Source:
         return self.quantized[linear] if kind == "weight" else self.quantized[linear].scale
 
     def _merged(self, name: str, dtype: torch.dtype) -> Any:
-        stored = self.names[name]
-        tensor = self.open[self.files[stored]].get_tensor(stored)
+        stored_name = self.names[name]
+        tensor = self.open[self.files[stored_name]].get_tensor(stored_name)
         return tensor if self.adapter is None else self.adapter.merged(name, tensor, dtype)
 
 
 def _chunks(tensor: Any, part: Part, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    """The part's bytes in order: contiguous tensors of at most about CHUNK bytes."""
+    """Yields the part's bytes in order: contiguous tensors of at most about CHUNK bytes."""
     if part.dim == 0:
-        row = torch.Size(tensor.shape[1:]).numel() * dtype.itemsize
-        step = max(1, CHUNK // row)
+        row_bytes = torch.Size(tensor.shape[1:]).numel() * dtype.itemsize
+        step = max(1, CHUNK // row_bytes)
         for first, length in part.spans:
-            for at in range(0, length, step):
-                count = min(step, length - at)
+            for offset in range(0, length, step):
+                count = min(step, length - offset)
                 if first is None:
                     yield torch.zeros((count, *tensor.shape[1:]), dtype=dtype)
                 else:
-                    yield tensor[first + at : first + at + count].to(dtype).contiguous()
+                    yield tensor[first + offset : first + offset + count].to(dtype).contiguous()
         return
     width = sum(length for _, length in part.spans)
     step = max(1, CHUNK // (width * dtype.itemsize))
-    for at in range(0, len(tensor), step):
-        rows = tensor[at : at + step]
+    for offset in range(0, len(tensor), step):
+        chunk = tensor[offset : offset + step]
         columns = [
-            rows.new_zeros((len(rows), length)) if first is None else rows[:, first : first + length]
+            chunk.new_zeros((len(chunk), length)) if first is None else chunk[:, first : first + length]
             for first, length in part.spans
         ]
         yield (columns[0] if len(columns) == 1 else torch.cat(columns, 1)).to(dtype).contiguous()
@@ -181,7 +174,7 @@ def _nbytes(output: Output, dtype: torch.dtype) -> int:
 
 
 def _header(outputs: list[tuple[Output, torch.dtype]]) -> bytes:
-    """The safetensors header: its length, then JSON padded with spaces to a multiple of 8."""
+    """Makes the safetensors header: its length, then JSON padded with spaces to a multiple of 8."""
     entries, offset = {}, 0
     for output, dtype in outputs:
         end = offset + _nbytes(output, dtype)
