@@ -116,22 +116,28 @@ def main() -> None:
         os.sync()  # before each measurement: what others left to be written would be paid for here
         began = time.perf_counter()
         shutil.copytree(folder, output)
-        copy = time.perf_counter() - began
-        print(f"{'copy':<24}{copy:>10.1f}{1:>11.2f}")
+        copy_seconds = time.perf_counter() - began
+        print(f"{'copy':<24}{copy_seconds:>10.1f}{1:>11.2f}")
         for tp_degree in args.tp:
-            shards = {}
-            for sharder in (f"this {tp_degree}", *([f"library {tp_degree}"] if args.nxd_source else [])):
-                shutil.rmtree(output)
-                os.sync()
-                found = run(sharder, folder, output, args.nxd_source)
-                shards[sharder] = [found["seconds"], sorted(_digest(file) for file in output.glob("*.safetensors"))]
-                name = f"{'NxDI own' if sharder.startswith('library') else 'this project'}, TP {tp_degree}"
-                memory = f"{found['anonymous'] / 1e9:.2f} GB over {found['own'] / 1e9:.2f} GB"
-                print(f"{name:<24}{found['seconds']:>10.1f}{found['seconds'] / copy:>11.2f}{memory:>44}", flush=True)
-            if args.nxd_source:
-                (ours, files), (theirs, expected) = shards.values()
-                equal = "equal byte for byte" if files == expected else "DIFFERENT"
-                print(f"{'':<24}{ours / theirs:>10.2f} of NxDI's time; the {len(files)} files are {equal}")
+            compare(tp_degree, folder, output, args.nxd_source, copy_seconds)
+
+
+def compare(tp_degree: int, folder: Path, output: Path, nxd_source: str | None, copy_seconds: float) -> None:
+    """Prints a line for this project's sharder and, with the library's sources, one for NxDI's and how both compare."""
+    shards = {}
+    for sharder in (f"this {tp_degree}", *([f"library {tp_degree}"] if nxd_source else [])):
+        shutil.rmtree(output)
+        os.sync()
+        measured = run(sharder, folder, output, nxd_source)
+        seconds = measured["seconds"]
+        shards[sharder] = seconds, sorted(_digest(file) for file in output.glob("*.safetensors"))
+        name = f"{'NxDI own' if sharder.startswith('library') else 'this project'}, TP {tp_degree}"
+        memory = f"{measured['anonymous'] / 1e9:.2f} GB over {measured['own'] / 1e9:.2f} GB"
+        print(f"{name:<24}{seconds:>10.1f}{seconds / copy_seconds:>11.2f}{memory:>44}", flush=True)
+    if nxd_source:
+        (ours, files), (theirs, expected) = shards.values()
+        equal = "equal byte for byte" if files == expected else "DIFFERENT"
+        print(f"{'':<24}{ours / theirs:>10.2f} of NxDI's time; the {len(files)} files are {equal}")
 
 
 def _digest(file: Path) -> str:

@@ -32,11 +32,11 @@ def parse(file: Path) -> ast.Module:
 
 def modules_in(folder: Path) -> dict[str, Path]:
     """Dotted name -> file, of all modules below a source folder."""
-    found = {}
+    modules = {}
     for file in sorted(folder.rglob("*.py")):
         parts = file.relative_to(folder).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
-    return found
+        modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    return modules
 
 
 def statements(body):
@@ -79,38 +79,38 @@ def _plain(arguments: ast.arguments) -> str:
 
 def members(cls: ast.ClassDef) -> dict[str, str]:
     """What a class itself defines."""
-    found = {}
+    signatures = {}
     is_enum = any("Enum" in ast.unparse(base) for base in cls.bases)
     is_dataclass = any("dataclass" in ast.unparse(decorator) for decorator in cls.decorator_list)
     fields = []
     for statement in cls.body:
         if isinstance(statement, ast.FunctionDef):
-            found.setdefault(statement.name, signature(statement))
+            signatures.setdefault(statement.name, signature(statement))
             if cls.name == "NeuronConfig" and statement.name == "__init__":
-                found.update(attributes(statement))
+                signatures.update(attributes(statement))
             if statement.name == "__getattribute__":  # attributes that it answers by name
                 compared = (node for node in ast.walk(statement) if isinstance(node, ast.Compare))
                 constants = (c.value for node in compared for c in node.comparators if isinstance(c, ast.Constant))
-                found.update({value: "" for value in constants if isinstance(value, str)})
+                signatures.update({value: "" for value in constants if isinstance(value, str)})
         elif isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
-            found[statement.targets[0].id] = f"= {ast.unparse(statement.value)}" if is_enum else ""
+            signatures[statement.targets[0].id] = f"= {ast.unparse(statement.value)}" if is_enum else ""
         elif isinstance(statement, ast.AnnAssign) and is_dataclass:
             default = f"={ast.unparse(statement.value)}" if statement.value else ""
             fields.append(ast.unparse(statement.target) + default)
     if is_dataclass:
-        found.setdefault("__init__", f"({', '.join(['self', *fields])})")
-    return found
+        signatures.setdefault("__init__", f"({', '.join(['self', *fields])})")
+    return signatures
 
 
 def attributes(init: ast.FunctionDef) -> dict[str, str]:
     """NeuronConfig declares its attributes by `self.name = kwargs.pop("name", default)`."""
-    found = {}
+    defaults = {}
     for node in ast.walk(init):
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).startswith("self."):
             name, value = ast.unparse(node.targets[0]).removeprefix("self."), node.value
             is_popped = isinstance(value, ast.Call) and ast.unparse(value.func) == "kwargs.pop" and len(value.args) == 2
-            found.setdefault(name, f"= {ast.unparse(value.args[1])}" if is_popped else "")
-    return found
+            defaults.setdefault(name, f"= {ast.unparse(value.args[1])}" if is_popped else "")
+    return defaults
 
 
 class Sources:
@@ -130,22 +130,22 @@ class Sources:
         file = self.files[module]
         body = list(statements(parse(file).body))
         imported = library_imports(body, module, file.name == "__init__.py")
-        found = {local: (source, name) for local, source, name in imported}
+        definitions = {local: (source, name) for local, source, name in imported}
         for statement in body:
             if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
-                found[statement.name] = statement
+                definitions[statement.name] = statement
             elif isinstance(statement, (ast.Assign, ast.AnnAssign)):
                 targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-                found.update({target.id: statement for target in targets if isinstance(target, ast.Name)})
-        return found
+                definitions.update({target.id: statement for target in targets if isinstance(target, ast.Name)})
+        return definitions
 
     def inherited(self, module, cls):
-        found = {}
+        texts = {}
         for base in reversed(cls.bases):
-            at = self.definition(module, ast.unparse(base))
-            if at and isinstance(at[1], ast.ClassDef):
-                found.update(self.inherited(*at))
-        return {**found, **members(cls)}
+            definition = self.definition(module, ast.unparse(base))
+            if definition and isinstance(definition[1], ast.ClassDef):
+                texts.update(self.inherited(*definition))
+        return {**texts, **members(cls)}
 
     def definition(self, module, name):
         """(module, node) of a name, through imports; None if it is not the library's."""

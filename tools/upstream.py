@@ -2,8 +2,8 @@
 
     python tools/upstream.py NXDI_CHECKOUT/contrib/models/SmolLM3-3B
 
-The part works alone: with nothing else of this repository, in a checkout of NxD Inference. What it leaves out is what this
-project puts around the model: artifacts, machines, chat, vLLM, the streaming sharder and the deeper checks.
+The part works alone: with nothing else of this repository, in a checkout of NxD Inference. What it leaves out is what
+this project puts around the model: artifacts, machines, chat, vLLM, the streaming sharder and the deeper checks.
 """
 
 import argparse

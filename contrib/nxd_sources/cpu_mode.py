@@ -30,9 +30,9 @@ def import_model(sources, model):
     sys.path[:] = sources + [entry for entry in sys.path if Path(entry).name != "nxd_cpu"]
     closed_sdk.install()
     for name, source in zip(("neuronx_distributed", "neuronx_distributed_inference"), sources):
-        found = importlib.import_module(name).__file__
-        if not found.startswith(source):
-            raise ImportError(f"{name} came from {found}, not from {source}")
+        file = importlib.import_module(name).__file__
+        if not file.startswith(source):
+            raise ImportError(f"{name} came from {file}, not from {source}")
     module, name = model.split(":")
     model_cls = getattr(importlib.import_module(module), name)
     if not hasattr(model_cls, "_get_captured_tensors_offset"):

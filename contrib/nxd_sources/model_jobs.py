@@ -80,38 +80,44 @@ def generate(model_cls, job, rank, out, make_ready):
             tokens += new_tokens
             logits += list(new_logits)
     if rank == 0 and job.get("logits"):
-        numpy.savez_compressed(Path(out) / f"{job['name']}.npz", **{str(i): rows for i, rows in enumerate(logits)})
+        numpy.savez_compressed(
+            Path(out) / f"{job['name']}.npz", **{str(index): of_prompt for index, of_prompt in enumerate(logits)}
+        )
     return {"tokens": tokens}
 
 
 def serve(model_cls, job, rank, out, make_ready):
-    """Greedy tokens of requests that come and go. A step encodes who comes, then feeds all who are there, in an order
-    that turns with the steps."""
+    """Greedy tokens of requests that come and go.
+
+    A step feeds all running requests, in an order that turns with the steps, and encodes those that arrive.
+    """
     model = build(model_cls, job)
     make_ready(model)
     tokens = [[] for _ in job["prompts"]]
     model.reset()
     with torch.inference_mode():
         for step in range(max(map(sum, zip(job["comes"], job["stays"])))):
-            new = [request for request, comes in enumerate(job["comes"]) if comes == step]
-            there = [request for request, row in enumerate(tokens) if row and len(row) < job["stays"][request]]
-            there = there[step % len(there) :] + there[: step % len(there)] if there else []
-            for rows, is_prompt in ((there, False), (new, True)):
-                if not rows:
+            arriving = [request for request, comes in enumerate(job["comes"]) if comes == step]
+            running = [request for request, row in enumerate(tokens) if row and len(row) < job["stays"][request]]
+            if running:
+                running = running[step % len(running) :] + running[: step % len(running)]
+            for requests, is_prompt in ((running, False), (arriving, True)):
+                if not requests:
                     continue
-                fed = [job["prompts"][r] if is_prompt else tokens[r][-1:] for r in rows]
+                fed = [job["prompts"][r] if is_prompt else tokens[r][-1:] for r in requests]
                 lengths = torch.tensor([len(row) for row in fed])[:, None]
                 width = int(lengths.max())
-                positions = torch.arange(width).expand(len(rows), width).masked_fill(torch.arange(width) >= lengths, 1)
+                positions = torch.arange(width).expand(len(requests), width)
+                positions = positions.masked_fill(torch.arange(width) >= lengths, 1)
                 if not is_prompt:
-                    positions = torch.tensor([[len(job["prompts"][r]) + len(tokens[r]) - 1] for r in rows])
+                    positions = torch.tensor([[len(job["prompts"][r]) + len(tokens[r]) - 1] for r in requests])
                 output = model(
                     torch.tensor([row + [0] * (width - len(row)) for row in fed]),
                     position_ids=positions,
                     attention_mask=(torch.arange(width) < lengths).long() if is_prompt else None,
-                    seq_ids=torch.tensor([job["lines"][r] for r in rows]),
+                    seq_ids=torch.tensor([job["lines"][r] for r in requests]),
                 )
-                for request, token in zip(rows, output.logits[:, -1].argmax(-1).tolist()):
+                for request, token in zip(requests, output.logits[:, -1].argmax(-1).tolist()):
                     tokens[request].append(token)
     return {"tokens": tokens}
 
@@ -186,19 +192,19 @@ class Blocks:
 
     def __init__(self, neuron):
         self.size, self.per_request = neuron["pa_block_size"], neuron["seq_len"] // neuron["pa_block_size"]
-        self.free, self.found = iter(range(1, neuron["pa_num_blocks"])), {}  # block 0 is vLLM's padding
+        self.free, self.by_tokens = iter(range(1, neuron["pa_num_blocks"])), {}  # block 0 is vLLM's padding
 
-    def of(self, prompt):
+    def table_of(self, prompt):
         """The request's blocks, and how many of its tokens are in the cache; the last token never counts."""
         table, cached = [], 0
         for end in range(self.size, self.size * self.per_request + 1, self.size):
             key = tuple(prompt[:end]) if end <= len(prompt) else None
-            if key in self.found and end < len(prompt):
+            if key in self.by_tokens and end < len(prompt):
                 cached = end
-                table.append(self.found[key])
+                table.append(self.by_tokens[key])
             else:
                 table.append(next(self.free))
-                self.found[key] = table[-1]
+                self.by_tokens[key] = table[-1]
         return table, cached
 
     def slots(self, table, first, last):
@@ -213,10 +219,10 @@ def share(model_cls, job, rank, out, make_ready):
     """
     model = build(model_cls, job)
     make_ready(model)
-    blocks, tokens, tables, found = Blocks(job["neuron"]), [], [], []
+    blocks, tokens, tables, cached_tokens = Blocks(job["neuron"]), [], [], []
     with torch.inference_mode():
         for prompt in job["prompts"]:
-            table, cached = blocks.of(prompt)
+            table, cached = blocks.table_of(prompt)
             logits = model(
                 torch.tensor([prompt]),
                 position_ids=torch.arange(len(prompt))[None],
@@ -228,7 +234,7 @@ def share(model_cls, job, rank, out, make_ready):
             ).logits
             tokens.append([int(logits[0, -1].argmax())])
             tables.append(table)
-            found.append(cached)
+            cached_tokens.append(cached)
         for step in range(job["new_tokens"] - 1):
             lengths = [len(prompt) + step for prompt in job["prompts"]]
             positions = torch.tensor(lengths)[:, None]
@@ -243,7 +249,7 @@ def share(model_cls, job, rank, out, make_ready):
             ).logits
             for row, token in zip(tokens, logits[:, -1].argmax(-1).tolist()):
                 row.append(token)
-    return {"tokens": tokens, "cached": found}
+    return {"tokens": tokens, "cached": cached_tokens}
 
 
 def load_logits(out, name):

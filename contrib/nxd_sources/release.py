@@ -32,10 +32,10 @@ class Release:
 
 def _version_in(folder, package):
     file = Path(folder) / package / "_version.py"
-    found = file.is_file() and re.search(r'__version__ = "([\d.]+)', file.read_text())
-    if not found:
+    version = file.is_file() and re.search(r'__version__ = "([\d.]+)', file.read_text())
+    if not version:
         raise ValueError(f"{folder} is not a source folder of {package}: {file} is missing or names no version")
-    return found[1]
+    return version[1]
 
 
 def run_real(release: Release, jobs: list[dict], out: Path, timeout: float = 120) -> dict[str, dict]:

@@ -1,4 +1,4 @@
-"""The model's folder, and the part of it that goes upstream, as a contrib folder is used: with nothing of ours installed.
+"""The model's folder, and the part of it that goes upstream, as a contrib folder is used: nothing of ours installed.
 
 On the library's sources in a checkout of NxDI; the part also on the CPU runtime, which stands for the library.
 """

@@ -36,11 +36,13 @@ class Graph:
         None for an input of the step, and for a weight that the graph has no use for."""
         placeholders = self.program.graph.find_nodes(op="placeholder")
         names = [None] * (len(placeholders) - len(self.state_names)) + self.state_names
-        found = [(name, n.meta["val"]) if name and n.users else (None, None) for n, name in zip(placeholders, names)]
+        arguments = [
+            (name, node.meta["val"]) if name and node.users else (None, None) for node, name in zip(placeholders, names)
+        ]
         for place, spec in enumerate(self.program.graph_signature.input_specs):
             if spec.kind != InputKind.USER_INPUT:
-                found[place] = None, self.program.constants[spec.target]
-        return found
+                arguments[place] = None, self.program.constants[spec.target]
+        return arguments
 
     def __call__(self, *arguments: Tensor) -> Tensor:
         return self.program.graph_module.forward(*arguments)[0]
@@ -134,9 +136,9 @@ class LoadedModel:
             return self._caches[rank].setdefault(name, torch.zeros(like.shape, dtype=like.dtype))
         if name not in shard:
             raise ValueError(f"the weights of rank {rank} have no {name}")
-        found, needed = (shard[name].shape, shard[name].dtype), (like.shape, like.dtype)
-        if found != needed:
-            raise ValueError(f"{name} of rank {rank} is {found}, but the model was compiled for {needed}")
+        given, needed = (shard[name].shape, shard[name].dtype), (like.shape, like.dtype)
+        if given != needed:
+            raise ValueError(f"{name} of rank {rank} is {given}, but the model was compiled for {needed}")
         return shard[name]
 
     def run(self, tag: str, bucket: int, inputs: Sequence[Tensor]) -> Tensor:

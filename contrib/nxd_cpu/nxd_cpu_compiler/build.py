@@ -88,10 +88,10 @@ def plan(graph: Graph, kinds: dict[str, Part]) -> dict[str, Any]:
         value, is_state = node.meta["val"], node.name in states and bool(node.users)
         dtype = str(value.dtype).removeprefix("torch.")
         arguments.append(dict(name=states[node.name], shape=list(value.shape), dtype=dtype) if is_state else None)
-    last = {name: at for at, part in enumerate(parts) for name in part.inputs}
+    last = {name: step for step, part in enumerate(parts) for name in part.inputs}
     places = {node.name: place for place, node in enumerate(placeholders)}
     steps, free, size = [], [], len(placeholders)
-    for at, part in enumerate(parts):
+    for step, part in enumerate(parts):
         inputs = [places[name] for name in part.inputs]
         for name in part.outputs:
             if not free:
@@ -102,16 +102,16 @@ def plan(graph: Graph, kinds: dict[str, Part]) -> dict[str, Any]:
         file = f"{hashlib.sha256(part.key.encode()).hexdigest()[:16]}.so"
         kinds.setdefault(file, part)
         steps.append(dict(file=file, inputs=inputs, outputs=[places[name] for name in part.outputs]))
-        free += [places[name] for name in part.inputs if last[name] == at and places[name] >= len(placeholders)]
+        free += [places[name] for name in part.inputs if last[name] == step and places[name] >= len(placeholders)]
     places = dict(size=size, output=places[output], steps=steps)
     return dict(tag=graph.tag, bucket=graph.bucket, arguments=arguments, **places)
 
 
 def _compile(part: Part, output: Path) -> None:
     write_products(part.graph_module)
-    values = [node.meta["val"] for node in part.graph_module.graph.find_nodes(op="placeholder")]
+    examples = [node.meta["val"] for node in part.graph_module.graph.find_nodes(op="placeholder")]
     with FakeTensorMode():
-        inputs = tuple(torch.empty_strided(v.shape, v.stride(), dtype=v.dtype) for v in values)
+        inputs = tuple(torch.empty_strided(e.shape, e.stride(), dtype=e.dtype) for e in examples)
     options = {
         "aot_inductor.output_path": str(output),
         "aot_inductor.package": False,

@@ -38,7 +38,7 @@ def cut(exported: fx.Graph, states: dict[str, str]) -> tuple[list[Part], str]:
                 node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
     once, layered = _split(graph, states)
-    bounds = [0, *(len(once) + at for at in _boundaries(layered, states)), None]
+    bounds = [0, *(len(once) + index for index in _boundaries(layered, states)), None]
     nodes = once + layered
     parts = [_part(nodes[first:last]) for first, last in zip(bounds, bounds[1:])]
     return parts, graph.output_node().args[0][0].name
@@ -89,12 +89,13 @@ def _boundaries(nodes: Sequence[fx.Node], states: dict[str, str]) -> list[int]:
                 uses.append((index, layer and layer[1]))
     order = {node: index for index, node in enumerate(nodes)}
     lives = [(order[node], max((order.get(user, len(nodes)) for user in node.users), default=0)) for node in nodes]
-    found = []
+    boundaries = []
     for (last, before), (first, after) in zip(uses, uses[1:]):
         if before != after:
-            crossing = {at: sum(begin < at <= end for begin, end in lives) for at in range(last + 1, first + 1)}
-            found.append(min(crossing, key=crossing.__getitem__))
-    return found
+            places = range(last + 1, first + 1)
+            crossing = {place: sum(begin < place <= end for begin, end in lives) for place in places}
+            boundaries.append(min(crossing, key=crossing.__getitem__))
+    return boundaries
 
 
 def _part(nodes: Sequence[fx.Node]) -> Part:

@@ -35,11 +35,11 @@ class CompiledGraph:
         ]
 
     def __call__(self, *arguments: Tensor) -> Tensor:
-        values = [*arguments, *[None] * (self._size - len(arguments))]
+        tensors = [*arguments, *[None] * (self._size - len(arguments))]
         for run, inputs, outputs in self._steps:
-            for place, value in zip(outputs, run([values[place] for place in inputs])):
-                values[place] = value
-        return values[self._output]
+            for place, tensor in zip(outputs, run([tensors[place] for place in inputs])):
+                tensors[place] = tensor
+        return tensors[self._output]
 
 
 def load(folder: str) -> list[CompiledGraph] | None:

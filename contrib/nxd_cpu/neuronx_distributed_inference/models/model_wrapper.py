@@ -84,8 +84,7 @@ class ModelWrapper(nn.Module):
             F.pad(tensor[:, :length], (0, bucket - length), value=value)
             for tensor, value in ((input_ids, self.config.pad_token_id), (attention_mask, 0), (position_ids, 1))
         ]
-        rows = len(seq_ids)
-        return self._run(bucket, *self._fill_up(seq_ids, *padded, sampling_params))[:rows]
+        return self._run(bucket, *self._fill_up(seq_ids, *padded, sampling_params))[: len(seq_ids)]
 
     def _generate(self, input_ids, attention_mask, position_ids, seq_ids, sampling_params) -> Tensor:
         """One token each. Row i of the compiled batch is line i of the cache."""
