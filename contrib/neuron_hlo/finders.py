@@ -20,7 +20,7 @@ HALF_OF_THE_LEAST = -1.7e38  # of float32 and bfloat16: two such values add up t
 class Reader:
     """A module's instructions in the order of their operands.
 
-    `constants`: values of parameters that are no inputs, states or weights (torch_xla makes a Python scalar a parameter);
+    `constants`: values of parameters that are no inputs, states or weights: torch_xla makes Python scalars parameters.
     None where the tracer kept no record of them.
     """
 
@@ -81,7 +81,7 @@ def top_ks(graph: Reader) -> Iterator[tuple[Any, int]]:
 def inexact(divisor: float) -> bool:
     """Whether floor(x / divisor), as float32 x times the float32 reciprocal, is too small for an x that it divides.
 
-    For x up to LONGEST. It gives for 6284 the very quotients that were reported wrong, and for 4768, reported right, none.
+    For x up to LONGEST. For 6284 it gives the quotients that were reported wrong, for 4768, reported right, none.
     """
     if divisor < 1:
         return True
