@@ -1,7 +1,7 @@
 """What a step should take, reckoned from what others measured on trn1 and inf2. Arithmetic only, imports no torch.
 
-A roofline says what no machine can exceed; this says what machines were seen to reach. Every figure has its source beside
-it, none was measured by this project, and where no figure was published the answer is None.
+A roofline says what no machine can exceed; this says what machines were seen to reach. Every figure has its source
+beside it, none was measured by this project, and where no figure was published the answer is None.
 """
 
 from dataclasses import dataclass

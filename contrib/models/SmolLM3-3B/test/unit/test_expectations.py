@@ -1,16 +1,14 @@
 """What is expected of a machine agrees with what was published of it.
 
-The `measured` figures are others': https://github.com/alpharomercoma/torchneuronx REPORT-EXTENSIONS.md, section in brackets.
+The `measured` figures are others': github.com/alpharomercoma/torchneuronx, REPORT-EXTENSIONS.md, section in brackets.
 """
-
-from types import SimpleNamespace
 
 import pytest
 
 from smollm3_neuron.machine.expectations import FIGURES, PREFILL, PUBLISHED_PORT, Expectation
-from smollm3_neuron.machine.locate import SMOLLM3_3B
 from smollm3_neuron.machine.roofline import FLOPS, INSTANCES, Estimate
 from smollm3_neuron.model.config import resolve_config
+from smollm3_neuron.model.smollm3_3b import SMOLLM3_3B
 
 LLAMA = {"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072}
 LLAMA_3_1_8B = {
@@ -25,7 +23,7 @@ LLAMA_3_2_1B = {
 def expectation(
     changes=None, tp_degree=2, seq_len=2048, instance="trn1.2xlarge", context_length=None, **more
 ) -> Expectation:
-    config = SimpleNamespace(**resolve_config({**SMOLLM3_3B, **(changes or {})}))
+    config = resolve_config({**SMOLLM3_3B, **(changes or {})})
     return Expectation(Estimate(config, tp_degree, seq_len, context_length=context_length, **more), instance)
 
 
