@@ -7,6 +7,8 @@ import sys
 import pytest
 from places import ROOT
 
+from neuron_hlo import report
+
 
 def compile_to_hlo(*args, **environment):
     command = [sys.executable, ROOT / "scripts/compile.py", "--tp", "2", "--device", "hlo", *map(str, args)]
@@ -36,9 +38,7 @@ def test_other_commands_do_not_take_it():
 
 
 def test_what_was_not_checked_is_said():
-    """Where the SDK's own tracer ran, nothing was recorded: the report says so, and of what each pattern does and why."""
-    from neuron_hlo import report
-
+    """Where the SDK's own tracer ran, nothing was recorded: the report says so. Patterns come with effect or reason."""
     found = {"pattern": "round trip", "effect": "it is folded away", "source": "https://a.b", "places": ["c.1", "c.2"]}
     graph = {
         "instructions": 9, "opcodes": {"dot": 1}, "collectives": {}, "keys_rotated": [1, 0], "parameter_bytes": 1,
