@@ -2,8 +2,9 @@
 
     python scripts/plan.py --instance trn1.2xlarge
 
-Bytes per NeuronCore, host memory, legal TP degrees, the largest batch and context, and a roofline: upper bounds from
-the machines' published figures, nothing of it measured on a device.
+Bytes per NeuronCore, host memory, legal TP degrees, the largest batch and context, and two estimates of speed: a
+roofline, which is an upper bound from the machines' published figures, and what to expect, from what others measured.
+Nothing of it was measured by this project; "-" stands where no figure was published.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import common
 
 from smollm3_neuron.artifact.settings import Settings
 from smollm3_neuron.errors import SmolLM3Error
+from smollm3_neuron.machine.expectations import FIGURES, PUBLISHED_PORT, Expectation
 from smollm3_neuron.machine.roofline import (
     GB,
     HBM_PER_CORE,
@@ -48,8 +50,9 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def as_dict(estimate: Estimate) -> dict:
+def as_dict(estimate: Estimate, instance: str) -> dict:
     plan = estimate.plan
+    expected = Expectation(estimate, instance)
     return {
         "tp_degree": estimate.tp_degree,
         "strategy": plan.strategy,
@@ -70,6 +73,9 @@ def as_dict(estimate: Estimate) -> dict:
         "prefill_flops": estimate.prefill_flops,
         "prefill_seconds_at_least": estimate.prefill_seconds,
         "tokens_per_second_at_most": estimate.tokens_per_second,
+        "prefill_seconds_expected": expected.prefill_seconds,
+        "decode_seconds_expected": expected.decode_seconds,
+        "tokens_per_second_expected": expected.tokens_per_second,
         "host_memory_to_shard": SHARDING_MEMORY,
         "host_memory_to_load": estimate.host_memory_to_load,
     }
@@ -89,9 +95,22 @@ LINES = (
     ("read per decode step", lambda plan: gigabytes(plan["decode_bytes"])),
     ("first token, at least", lambda plan: f"{plan['prefill_seconds_at_least'] * 1000:.1f} ms"),
     ("tokens per second, at most", lambda plan: f"{plan['tokens_per_second_at_most']:.0f}"),
+    ("first token, expected", lambda plan: known(plan["prefill_seconds_expected"], 1000, ".1f", " ms")),
+    ("one step, expected", lambda plan: known(plan["decode_seconds_expected"], 1000, ".1f", " ms")),
+    ("tokens per second, expected", lambda plan: known(plan["tokens_per_second_expected"], 1, ".0f")),
     ("host memory to shard, at most", lambda plan: gigabytes(plan["host_memory_to_shard"])),
     ("host memory to load", lambda plan: gigabytes(plan["host_memory_to_load"])),
 )
+
+
+EXPECTED_FROM = f"""
+The expected figures are reckoned from what others measured on trn1 and inf2: see docs/device_facts.md.
+For comparison: {PUBLISHED_PORT.value} {PUBLISHED_PORT.what},
+{PUBLISHED_PORT.source}."""
+
+
+def known(value: float | None, unit: float, form: str, name: str = "") -> str:
+    return "-" if value is None else f"{value * unit:{form}}{name}"
 
 
 def gigabytes(count: int) -> str:
@@ -155,18 +174,19 @@ def print_plans(args: argparse.Namespace, plans: list[dict]) -> None:
     print(f"{'':<42}" + "".join(f"{'TP ' + str(plan['tp_degree']):>24}" for plan in plans))
     for label, cell in LINES:
         print(f"{label:<42}" + "".join(f"{cell(plan):>24}" for plan in plans))
+    print(EXPECTED_FROM)
 
 
 def main() -> None:
     args = parse_args()
     estimates = estimates_for(args)
-    plans = [as_dict(estimate) for estimate in estimates]
+    plans = [as_dict(estimate, args.instance) for estimate in estimates]
     if args.plot:
         plot(estimates, args.plot)
     if args.json:
         settings = {"seq_len": args.seq_len, "batch_size": args.batch_size, "torch_dtype": args.dtype}
         content = {"instance": args.instance, **asdict(INSTANCES[args.instance]), "settings": settings, "plans": plans}
-        print(json.dumps(content, indent=2))
+        print(json.dumps({**content, "expected_from": [asdict(figure) for figure in FIGURES]}, indent=2))
     else:
         print_plans(args, plans)
 

@@ -32,7 +32,7 @@ import torch
 
 from nxd_sources import inert
 
-from . import hlo, stand_ins
+from . import hlo, patterns, stand_ins
 
 MODEL = "smollm3_neuron.modeling_smollm3_3b:NeuronSmolLM3ForCausalLM"
 
@@ -96,6 +96,8 @@ def write(graph: Lowered, out: Path) -> dict[str, Any]:
         arrays |= {f"constant{n}": array(tensor) for n, tensor in graph.record.constants.items()}
     numpy.savez(out / f"{graph.name}.npz", **arrays)
     found = {"submodel": graph.submodel, "bucket": graph.bucket, "compiler_args": graph.compiler_args}
+    constants = graph.record and patterns.values_of(graph.record.constants)
+    found["patterns"] = patterns.check(graph.module, constants, graph.compiler_args)
     return found | hlo.facts(graph.module, graph.record)
 
 

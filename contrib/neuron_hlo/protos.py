@@ -12,7 +12,7 @@ PACKAGE = "neuron_hlo"
 ENUMS = {
     "PrimitiveType": (
         "PRIMITIVE_TYPE_INVALID PRED S8 S16 S32 S64 U8 U16 U32 U64 F16 F32 F64 TUPLE OPAQUE_TYPE C64 BF16 TOKEN "
-        "C128 F8E5M2 F8E4M3FN"
+        "C128 F8E5M2 F8E4M3FN S4 U4 F8E4M3B11FNUZ F8E5M2FNUZ F8E4M3FNUZ S2 U2 F8E4M3 F8E3M4"
     ),
     "Kind": "UNDEFINED_ALIAS MAY_ALIAS MUST_ALIAS",
     "MetaTensorType": "UNKNOWN USER_INPUT INPUT_WEIGHT INPUT_STATE OUTPUT",
@@ -25,6 +25,19 @@ MESSAGES = {
     ),
     "ProgramShapeProto": "parameters *ShapeProto 1, result ShapeProto 2, parameter_names *string 3",
     "FrontendAttributes": "map string:string 1",
+    # of a literal's values, those kinds that are looked at; bfloat16 are two bytes each
+    "LiteralProto": (
+        "shape ShapeProto 1, s32s *int32 4, s64s *int64 5, u32s *uint32 6, u64s *uint64 7, f32s *float 8, "
+        "f64s *double 9, f16s bytes 11, bf16s bytes 13"
+    ),
+    "SliceDimensions": "start int64 1, limit int64 2, stride int64 3",
+    "GatherDimensionNumbers": (
+        "offset_dims *int64 1, collapsed_slice_dims *int64 2, start_index_map *int64 3, index_vector_dim int64 4"
+    ),
+    "ScatterDimensionNumbers": (
+        "update_window_dims *int64 1, inserted_window_dims *int64 2, scatter_dims_to_operand_dims *int64 3, "
+        "index_vector_dim int64 4"
+    ),
     "ReplicaGroup": "replica_ids *int64 1",
     "CollectiveDeviceListProto": "replica_groups *ReplicaGroup 1",
     "OpMetadata": "op_type string 1, op_name string 2, source_file string 3, source_line int32 4",
@@ -33,11 +46,13 @@ MESSAGES = {
         "rhs_batch_dimensions *int64 4"
     ),
     "HloInstructionProto": (
-        "name string 1, opcode string 2, shape ShapeProto 3, metadata OpMetadata 7, parameter_number int64 9, "
-        "dimensions *int64 14, custom_call_target string 28, dot_dimension_numbers DotDimensionNumbers 30, "
-        "id int64 35, "
-        "operand_ids *int64 36, called_computation_ids *int64 38, backend_config bytes 43, "
-        "replica_groups *ReplicaGroup 49, "
+        "name string 1, opcode string 2, shape ShapeProto 3, metadata OpMetadata 7, literal LiteralProto 8, "
+        "parameter_number int64 9, dimensions *int64 14, slice_dimensions *SliceDimensions 17, "
+        "custom_call_target string 28, dot_dimension_numbers DotDimensionNumbers 30, "
+        "gather_dimension_numbers GatherDimensionNumbers 33, id int64 35, operand_ids *int64 36, "
+        "called_computation_ids *int64 38, backend_config bytes 43, comparison_direction string 63, "
+        "scatter_dimension_numbers ScatterDimensionNumbers 48, replica_groups *ReplicaGroup 49, "
+        "rng_algorithm int32 70, "
         "frontend_attributes FrontendAttributes 68, collective_device_list CollectiveDeviceListProto 87"
     ),
     "HloComputationProto": (

@@ -27,6 +27,7 @@ PYTHON = ROOT / ".venv-hlo" / "bin" / "python"
 REPORT = "report.json"
 VARIABLE = "NXD_SOURCE"
 NOTHING_COMPILED = "Nothing was compiled: this is the HLO that neuronx-cc would be given. It does not run on a device."
+NOT_RECORDED = "what else must hold of the graph: the SDK's own tracer keeps no record of parameters and fallbacks"
 HOW_TO_GET_THE_SOURCES = f"""\
 --device hlo needs the sources of NxD and of NxD Inference: --nxd-source NXD/src:NXDI/src, or {VARIABLE} in the \
 environment. For SDK 2.28: git clone --branch v2.28.0 https://github.com/aws-neuron/neuronx-distributed NXD; \
@@ -117,8 +118,8 @@ def _graphs(facts: dict[str, Any], config: CheckpointConfig, settings: Settings)
     }
     for found in facts["graphs"].values():
         found["planned_flops"], found["planned_bytes"] = planned[found["submodel"]]
-        # the SDK's own tracer keeps no record of what it met
-        found["faults"] = faults(found, config.no_rope_layers, asdict(settings)) if "executions" in found else {}
+        recorded = "executions" in found
+        found["faults"] = faults(found, config.no_rope_layers, asdict(settings)) if recorded else None
     return facts["graphs"]
 
 
@@ -146,8 +147,26 @@ def text(report: dict[str, Any]) -> str:
             f"  NoPE layers    {nope} of {len(rotary)}, read back from the graph",
             f"  compiler       {found['compiler_args']}",
         ]
-        lines += [f"  FAULT          {check}: {what}" for check, what in found["faults"].items()]
+        if found["faults"] is None:
+            lines.append(f"  NOT CHECKED    {NOT_RECORDED}")
+        lines += [f"  FAULT          {check}: {what}" for check, what in (found["faults"] or {}).items()]
+        lines += pattern_lines(found["patterns"])
     return "\n".join(lines)
+
+
+def pattern_lines(patterns: dict[str, Any]) -> list[str]:
+    """What patterns.py found, or that it found nothing."""
+    lines = [f"  NOT CHECKED    {name}: {why}" for name, why in patterns["not_checked"].items()]
+    for found in patterns["found"]:
+        verdict = found["harmless"] or f"{found['effect']}; {found['source']}"
+        where = f"{len(found['places'])} times, the first {found['places'][0]}"
+        lines.append(f"  {'harmless' if found['harmless'] else 'PATTERN':<14} {found['pattern']}, {where}: {verdict}")
+    wrong = {found["pattern"] for found in patterns["found"]}
+    absent = len(patterns["checked"]) - len(wrong)
+    return [
+        *lines,
+        f"  patterns       {absent} of {len(patterns['checked'])} that are reported to go wrong are not in it",
+    ]
 
 
 def _compared(found: float, planned: float, unit: float, name: str) -> str:
