@@ -33,6 +33,7 @@ QUERY_HEADS = (
 KEY_VALUE_HEADS = ("attention_keys", "attention_values", "key_projection")
 Key = tuple[int | None, str]  # layer (None: the model's own) and name of a value
 Values = dict[Key, Tensor]
+ROWS = 64  # the reference runs a multiple of so many tokens
 
 
 class Recorder(TorchFunctionMode):
@@ -227,10 +228,15 @@ def inspect(app, folder: Path, prompt: Sequence[int], ranks: Any = None, adapter
 
 
 def reference_values(model, prompt: Sequence[int], config: CheckpointConfig) -> Values:
-    """Returns the values of transformers' `model` for `prompt`, shaped as `joined` has them."""
+    """Returns the values of transformers' `model` for `prompt`, shaped as `joined` has them.
+
+    The prompt is padded on the right, as the application pads it: in a matrix product of few rows a CPU sums in another
+    order and rounds less, and what transformers is off would be measured too small for the application.
+    """
     recorder = Recorder(model.model.layers, model.model.norm, model.lm_head)
+    input_ids = torch.tensor([[*prompt, *[0] * (-len(prompt) % ROWS)]])
     with recorder:
-        logits = model(torch.tensor([list(prompt)])).logits[0, -1:]
+        logits = model(input_ids, logits_to_keep=torch.tensor([len(prompt) - 1])).logits[0]
     values = joined([recorder.values], config, len(prompt))
     values[None, "logits"], values[None, "next_token_probs"] = logits, logits.softmax(-1)
     return values
