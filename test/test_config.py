@@ -11,6 +11,7 @@ from smollm3_neuron.artifact.settings import Settings
 from smollm3_neuron.errors import SmolLM3Error
 from smollm3_neuron.machine.locate import tiny_folder
 from smollm3_neuron.machine.runtime import ensure_neuronx
+from smollm3_neuron.model.config import read_config
 
 ensure_neuronx()
 
@@ -42,6 +43,8 @@ def test_saved_and_loaded_it_is_the_same(folder, tmp_path, tp_degree, kv_heads):
     assert loaded.to_json_string() == config.to_json_string()
     assert (tmp_path / "saved/neuron_config.json").read_text() == (tmp_path / "again/neuron_config.json").read_text()
     assert (loaded.num_key_value_heads, loaded.source_num_key_value_heads) == (kv_heads, 4)
+    assert loaded.checkpoint_config == config.checkpoint_config == read_config(folder)
+    assert "checkpoint_config" not in config.to_json_string()  # it would come back as a keyword argument
     assert str(folder) not in config.to_json_string()  # a path in it would win over the one that is given
 
 

@@ -17,7 +17,5 @@ DTYPES = {
     "float8_e4m3fn": Dtype("F8_E4M3", 1),
 }
 MODEL_DTYPES = ("bfloat16", "float16", "float32")  # those that a checkpoint may be stored in, and a model computes in
-QUANTIZATION_DTYPES = {
-    "int8": "int8",
-    "f8e4m3": "float8_e4m3fn",
-}  # NeuronConfig's quantization_dtype -> the weights' dtype
+# NeuronConfig's quantization_dtype -> the weights' dtype
+QUANTIZATION_DTYPES = {"int8": "int8", "f8e4m3": "float8_e4m3fn"}

@@ -1,4 +1,4 @@
-"""Which part of which tensor of the checkpoint stands in each rank's shard file. Arithmetic only, imports no torch.
+"""Which part of which tensor of the checkpoint is in each rank's shard file. Arithmetic only, imports no torch.
 
 The rules are NxD Inference's (`modules/attention/gqa.py` and its parallel layers); model/heads.py has the heads'.
 """
@@ -82,7 +82,7 @@ def _cut(source: str, sizes: tuple[int, ...], dim: int = 0, spans: tuple[Span, .
 def _projection_outputs(
     config: CheckpointConfig, layer: str, spans: dict[str, tuple[Span, ...]], fused_qkv: bool
 ) -> list[Output]:
-    stacks: dict[str, list[Output]] = {}  # with fused_qkv three of the checkpoint's tensors have one name
+    stacks: dict[str, list[Output]] = {}  # with fused_qkv three of the checkpoint's tensors go into one
     for projection in PROJECTIONS:
         source, name = f"{layer}.{projection.name}", f"{layer}.{projection.neuron_name(fused_qkv)}"
         sizes = getattr(config, projection.out_features), getattr(config, projection.in_features)

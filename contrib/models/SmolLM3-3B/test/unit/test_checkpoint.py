@@ -1,5 +1,6 @@
 import json
 import logging
+import math
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from safetensors.torch import save_file
 
 from smollm3_neuron.errors import SmolLM3Error
 from smollm3_neuron.model.config import CheckpointConfig, resolve_config
+from smollm3_neuron.model.smollm3_3b import SMOLLM3_3B
 from smollm3_neuron.weights import checkpoint
 from smollm3_neuron.weights.files import INDEX_FILE
 
@@ -37,6 +39,15 @@ def save(folder, state_dict, shards=1, prefix="model.") -> None:
         save_file(part, folder / file)
         weight_map |= {name: file for name in part}
     (folder / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
+
+
+def test_the_tensors_of_the_3b():
+    """As its checkpoint has them: 326 tensors, nine per layer, no head of its own."""
+    shapes = checkpoint.expected_shapes(resolve_config(SMOLLM3_3B))
+    assert len(shapes) == 326 == 36 * 9 + 2 and "lm_head.weight" not in shapes
+    assert sum(math.prod(shape) for shape in shapes.values()) == 3_075_098_624
+    assert shapes["layers.35.self_attn.k_proj.weight"] == (512, 2048)
+    assert shapes["layers.35.mlp.down_proj.weight"] == (2048, 11008)
 
 
 @pytest.mark.parametrize("shards", [1, 3])
