@@ -99,8 +99,8 @@ def read_config(folder: str | Path) -> CheckpointConfig:
     return read_config_file(Path(folder) / "config.json")
 
 
-def read_config_file(path: Path) -> dict[str, Any]:
-    """The resolved values of one config.json, whatever lies beside it."""
+def read_config_file(path: Path) -> CheckpointConfig:
+    """Reads one config.json, whatever lies beside it. Raises SmolLM3Error as `read_config` does."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -4,14 +4,14 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from ...errors import SmolLM3Error
 from ...model.config import read_config_file
-from ..checkpoint import PREFIX, SINGLE, expected_shapes
+from ..checkpoint import expected_shapes
+from ..files import PREFIX, SINGLE_FILE
 from ..shard_writer import safetensors_header
 from . import flax
 from .flax import open_flax
@@ -53,7 +53,7 @@ def import_checkpoint(
             output = Path(staging) / "checkpoint"
             output.mkdir()
             notes = checkpoint.write_beside(output)
-            _write(tensors, output / SINGLE, lambda count: on_bytes(count, total))
+            _write(tensors, output / SINGLE_FILE, lambda count: on_bytes(count, total))
             output.rename(folder)
     except OSError as error:
         raise SmolLM3Error(f"{error.filename or folder}: {error.strerror}; nothing was written to {folder}") from error
@@ -73,7 +73,7 @@ def _open(source: Path) -> ForeignCheckpoint:
         raise SmolLM3Error(
             f"{source}: it holds safetensors, which need no import; pass it to scripts/compile.py --model"
         )
-    if (source / flax.INDEX).is_file() or (source / flax.SINGLE).is_file():
+    if (source / flax.INDEX_FILE).is_file() or (source / flax.SINGLE_FILE).is_file():
         return open_flax(source, read_config_file(source / "config.json"))
     files = sorted(source.glob("*.gguf"))
     if len(files) == 1:
@@ -81,12 +81,12 @@ def _open(source: Path) -> ForeignCheckpoint:
     if files:
         names = ", ".join(file.name for file in files)
         raise SmolLM3Error(f"{source}: {len(files)} GGUF files are there, name one of them: {names}")
-    raise SmolLM3Error(f"{source}: neither {flax.SINGLE}, {flax.INDEX} nor a .gguf file is there")
+    raise SmolLM3Error(f"{source}: neither {flax.SINGLE_FILE}, {flax.INDEX_FILE} nor a .gguf file is there")
 
 
 def _checked(checkpoint: ForeignCheckpoint) -> list[ForeignTensor]:
     """The tensors, widest dtype first so that each is aligned; SmolLM3Error where they are not the config's."""
-    expected = expected_shapes(SimpleNamespace(**checkpoint.config))
+    expected = expected_shapes(checkpoint.config)
     found: dict[str, ForeignTensor] = {}
     for tensor in checkpoint.tensors:
         if tensor.name in found:

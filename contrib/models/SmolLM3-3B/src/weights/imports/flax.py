@@ -16,12 +16,14 @@ from typing import Any
 import torch
 
 from ...errors import SmolLM3Error
-from ..checkpoint import PREFIX
+from ...model.config import CheckpointConfig
+from ...model.dtypes import MODEL_DTYPES
+from ..files import PREFIX
 from .foreign import ForeignCheckpoint, ForeignTensor, copy_beside, parser, read_bytes
 
-SINGLE = "flax_model.msgpack"
-INDEX = "flax_model.msgpack.index.json"
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+SINGLE_FILE = "flax_model.msgpack"
+INDEX_FILE = "flax_model.msgpack.index.json"
+DTYPES = {name: getattr(torch, name) for name in MODEL_DTYPES}
 NDARRAY = 1  # Flax's extension type
 CHUNKED = "__msgpack_chunked_array__"
 HEAD = 1024  # bytes; more than a map's head, a name or a shape takes
@@ -38,8 +40,8 @@ class Array:
     pieces: list[tuple[int, int]]
 
 
-def open_flax(folder: Path, values: dict[str, Any]) -> ForeignCheckpoint:
-    """The Flax checkpoint in `folder`, whose config.json resolves to `values`; reads headers only."""
+def open_flax(folder: Path, config: CheckpointConfig) -> ForeignCheckpoint:
+    """The Flax checkpoint in `folder`, whose config.json is `config`; reads headers only."""
     arrays: dict[str, Array] = {}
     for path in _files(folder):
         arrays |= _arrays(path)
@@ -61,20 +63,20 @@ def open_flax(folder: Path, values: dict[str, Any]) -> ForeignCheckpoint:
         copy_beside(folder, output)
         return []
 
-    return ForeignCheckpoint("Flax", folder, values, tensors, write_beside)
+    return ForeignCheckpoint("Flax", folder, config, tensors, write_beside)
 
 
 def _files(folder: Path) -> list[Path]:
-    index = folder / INDEX
+    index = folder / INDEX_FILE
     if not index.is_file():
-        return [folder / SINGLE]
+        return [folder / SINGLE_FILE]
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise SmolLM3Error(f"{index}: not a weight index ({error!r}); download the file again") from None
     for name in names:
         if not (folder / name).is_file():
-            raise SmolLM3Error(f"{folder / name}: missing, but {INDEX} names it; download it again")
+            raise SmolLM3Error(f"{folder / name}: missing, but {INDEX_FILE} names it; download it again")
     return [folder / name for name in names]
 
 

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import torch
 
 from ...errors import SmolLM3Error
+from ...model.config import CheckpointConfig
 
 BESIDE = ("*.json", "*.jinja", "*.txt")  # configuration and tokenizer, whatever a version of transformers names them
 
@@ -32,12 +32,12 @@ class ForeignTensor:
 
 @dataclass(frozen=True)
 class ForeignCheckpoint:
-    """`config` has the resolved values, see model/config.py; `write_beside(folder)` writes config.json and the
-    tokenizer, and returns lines that a user must know."""
+    """A checkpoint whose headers were read; `write_beside(folder)` writes config.json and the tokenizer, and returns
+    lines that a user must know."""
 
     format_name: str
     path: Path
-    config: dict[str, Any]
+    config: CheckpointConfig
     tensors: list[ForeignTensor]
     write_beside: Callable[[Path], list[str]]
 

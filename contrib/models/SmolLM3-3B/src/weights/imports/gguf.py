@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from ...errors import SmolLM3Error
-from ...model.config import NO_ROPE_LAYER_INTERVAL, read_config_file, resolve_config
+from ...model import dtypes
+from ...model.config import NO_ROPE_LAYER_INTERVAL, CheckpointConfig, read_config_file, resolve_config
 from .foreign import ForeignCheckpoint, ForeignTensor, copy_beside, parser, read_bytes
 from .gguf_tokenizer import token_ids, write_tokenizer
 
@@ -51,7 +52,9 @@ SCALING_KEYS = {  # behind "smollm3.rope.scaling."
 }
 SAME_AS_HEAD_DIM = ("attention.value_length", "rope.dimension_count")
 WITHOUT_EFFECT = ("rope.scaling.finetuned",)
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES = {
+    dtypes.DTYPES[name].safetensors_name: getattr(torch, name) for name in dtypes.MODEL_DTYPES
+}  # GGUF's names too
 QUANTIZED_TO = torch.bfloat16  # what the device computes in
 PART = 1 << 25  # bytes of float32 that a quantized tensor is worked through in
 
@@ -76,7 +79,7 @@ def open_gguf(path: Path, folder: Path | None) -> ForeignCheckpoint:
     resolved = resolve_config(config)
     if folder is not None and (folder / "config.json").is_file():
         resolved = _config_beside(path, folder / "config.json", resolved)
-    tensors = [_tensor(path, tensor, resolved["head_dim"]) for tensor in stored]
+    tensors = [_tensor(path, tensor, resolved.head_dim) for tensor in stored]
     matrices = next(tensor.dtype for tensor in tensors if tensor.name == "embed_tokens.weight")
     tensors = [_narrowed(tensor, matrices) if len(tensor.shape) == 1 else tensor for tensor in tensors]
     config["torch_dtype"] = str(matrices).removeprefix("torch.")
@@ -160,25 +163,26 @@ def _config(path: Path, metadata: dict[str, Any], stored: list[Stored]) -> dict[
     except SmolLM3Error as error:
         raise SmolLM3Error(f"{path}: its metadata say: {error}") from None
     for key in SAME_AS_HEAD_DIM:
-        if found.pop(key, resolved["head_dim"]) != resolved["head_dim"]:
+        if found.pop(key, resolved.head_dim) != resolved.head_dim:
             raise SmolLM3Error(
-                f"{path}: {ARCHITECTURE}.{key} is not the {resolved['head_dim']} of a head, as SmolLM3 has it"
+                f"{path}: {ARCHITECTURE}.{key} is not the {resolved.head_dim} of a head, as SmolLM3 has it"
             )
     for key in found.keys() - set(WITHOUT_EFFECT):
         raise SmolLM3Error(f"{path}: {ARCHITECTURE}.{key} is {found[key]!r}, which SmolLM3 does not have")
-    return {**values, "no_rope_layers": resolved["no_rope_layers"]}
+    return {**values, "no_rope_layers": resolved.no_rope_layers}
 
 
-def _config_beside(path: Path, file: Path, of_metadata: dict[str, Any]) -> dict[str, Any]:
-    """The resolved values of `file`, which knows the NoPE schedule; SmolLM3Error where it is another model's."""
-    values = read_config_file(file)
+def _config_beside(path: Path, file: Path, of_metadata: CheckpointConfig) -> CheckpointConfig:
+    """The config in `file`, which knows the NoPE schedule; SmolLM3Error where it is another model's."""
+    config = read_config_file(file)
     for name in (*KEYS.values(), "rope_scaling"):
-        if values[name] != of_metadata[name]:
+        there, here = getattr(config, name), getattr(of_metadata, name)
+        if there != here:
             raise SmolLM3Error(
-                f"{file}: {name} is {values[name]!r}, in {path.name} it is {of_metadata[name]!r}: one of the two is "
-                "another model's; name the file itself to go by it alone"
+                f"{file}: {name} is {there!r}, in {path.name} it is {here!r}: one of the two is another model's; name "
+                "the file itself to go by it alone"
             )
-    return values
+    return config
 
 
 def _plain(value: Any) -> Any:
