@@ -6,8 +6,10 @@ with the `gguf` package's writer.
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import IO
 
 import gguf
 import msgpack
@@ -30,6 +32,14 @@ def tensors_of(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
         with safe_open(file, "pt") as opened:
             for name in opened.keys():  # noqa: SIM118 (it is no dict)
                 yield name, opened.get_tensor(name)
+
+
+def loaders_of(folder: Path) -> dict[str, Callable[[], torch.Tensor]]:
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        opened = safe_open(file, "pt")
+        found |= {name: partial(opened.get_tensor, name) for name in opened.keys()}  # noqa: SIM118 (it is no dict)
+    return found
 
 
 def copy_beside(source: Path, folder: Path) -> None:
@@ -56,28 +66,53 @@ def flax_leaf(tensor: torch.Tensor, chunk: int | None = None) -> object:
     return msgpack.ExtType(1, packed)
 
 
-def flax_path(name: str, tensor: torch.Tensor) -> tuple[tuple[str, ...], torch.Tensor]:
+def flax_path(name: str) -> tuple[str, ...]:
     *modules, kind = name.split(".")
     if kind == "weight" and "norm" not in modules[-1]:
         kind = "embedding" if modules[-1] == "embed_tokens" else "kernel"
-    return (*modules, kind), tensor.T if kind == "kernel" else tensor
+    return (*modules, kind)
+
+
+def flax_tree(source: Path, names: Sequence[str] | None = None, chunk: int | None = None) -> dict:
+    """Maps of maps, as the names say; each leaf is a function that packs its array."""
+    tree, loaders = {}, loaders_of(source)
+    for name in names or loaders:
+        *modules, leaf = flax_path(name)
+        place = tree
+        for module in modules:
+            place = place.setdefault(module, {})
+
+        def pack(load=loaders[name], is_kernel=leaf == "kernel"):
+            return flax_leaf(load().T if is_kernel else load(), chunk)
+
+        place[leaf] = pack
+    return tree
+
+
+def pack_tree(file: IO[bytes], tree: object) -> None:
+    """What msgpack.packb writes, with one array in memory."""
+    packer = msgpack.Packer(strict_types=True)
+    if isinstance(tree, dict):
+        file.write(packer.pack_map_header(len(tree)))
+        for key, value in tree.items():
+            file.write(packer.pack(key))
+            pack_tree(file, value)
+    elif callable(tree):
+        pack_tree(file, tree())
+    else:
+        file.write(packer.pack(tree))
 
 
 def write_flax(source: Path, folder: Path, shards: int = 1, chunk: int | None = None) -> Path:
     """`shards` files, with an index if there are several."""
     copy_beside(source, folder)
-    trees, weight_map = [{} for _ in range(shards)], {}
-    for number, (name, tensor) in enumerate(tensors_of(source)):
-        path, array = flax_path(name, tensor)
-        file = "flax_model.msgpack" if shards == 1 else f"flax_model-{number % shards + 1:05}-of-{shards:05}.msgpack"
-        weight_map["/".join(path)] = file
-        place = trees[number % shards]
-        for module in path[:-1]:
-            place = place.setdefault(module, {})
-        place[path[-1]] = flax_leaf(array, chunk)
-    for number, tree in enumerate(trees):
+    names, weight_map = list(loaders_of(source)), {}
+    for number in range(shards):
+        of_shard = names[number::shards]
         file = "flax_model.msgpack" if shards == 1 else f"flax_model-{number + 1:05}-of-{shards:05}.msgpack"
-        (folder / file).write_bytes(msgpack.packb(tree, strict_types=True))
+        with open(folder / file, "wb") as opened:
+            pack_tree(opened, flax_tree(source, of_shard, chunk))
+        weight_map |= {"/".join(flax_path(name)): file for name in of_shard}
     if shards > 1:
         index = {"metadata": {"total_size": 0}, "weight_map": weight_map}
         (folder / "flax_model.msgpack.index.json").write_text(json.dumps(index, indent=2))
@@ -109,7 +144,7 @@ def write_gguf(source: Path, path: Path, kind="BF16", pre: str = "smollm", edit=
     """Matrices of `kind`, a name or a function of the tensor that returns one; vectors of F32. `edit(writer)` adds
     metadata; `change(name, data, kind)` returns another pair of data and kind, or None to leave the tensor out."""
     config = json.loads((source / "config.json").read_text())
-    writer = gguf.GGUFWriter(path, "smollm3")
+    writer = gguf.GGUFWriter(path, "smollm3", use_temp_file=True)
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])

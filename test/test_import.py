@@ -10,11 +10,15 @@ import numpy as np
 import pytest
 import torch
 from places import TINY
-from reference import make_checkpoint
+from reference import make_checkpoint, reference_tokens, tiny_eos, tiny_prompts
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, SmolLM3ForCausalLM
 
+from smollm3_neuron.artifact.build import compile_artifact
+from smollm3_neuron.artifact.settings import Settings
+from smollm3_neuron.generate.generation import generate
+from smollm3_neuron.machine.runtime import ensure_neuronx
 from smollm3_neuron.model.config import read_config
 from smollm3_neuron.weights.imports.convert import import_checkpoint
 
@@ -79,6 +83,19 @@ def test_an_import_is_the_checkpoint_it_was_made_from(form, name, checkpoints, t
     assert [key for key in before if not torch.equal(before[key].float(), after[key].float())] == []
     assert read_config(output) == read_config(source)
     assert torch.equal(logits(output), logits(source))
+
+
+@pytest.mark.parametrize("name", ["tiny", "plain"])
+@pytest.mark.parametrize("form", ["flax, 3 files", "gguf BF16"])
+def test_an_artifact_of_an_import_gives_transformers_tokens(form, name, checkpoints, tmp_path):
+    ensure_neuronx()
+    import_checkpoint(FORMATS[form](checkpoints[name], tmp_path / "foreign"), tmp_path / "imported")
+    settings = Settings(tp_degree=2, seq_len=64, batch_size=2, torch_dtype="float32")
+    model = compile_artifact(tmp_path / "imported", tmp_path / "artifact", settings, "cpu").load()
+    prompts = tiny_prompts()[-2:] if name == "tiny" else [list(range(7, 12)), list(range(60, 77))]
+    answers = generate(model, prompts, 24, suppress_tokens=tiny_eos())
+    expected = [reference_tokens(checkpoints[name], tuple(prompt), 24, tiny_eos()) for prompt in prompts]
+    assert [answer.tokens for answer in answers] == expected
 
 
 def test_the_logits_show_rows_left_in_llama_cpps_order(checkpoints, tmp_path, monkeypatch):

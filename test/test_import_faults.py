@@ -63,29 +63,23 @@ def test_a_file_of_another_kind(content, tmp_path):
 
 def packed(tmp_path: Path, tree: dict) -> Path:
     foreign.copy_beside(TINY, tmp_path / "flax")
-    (tmp_path / "flax/flax_model.msgpack").write_bytes(msgpack.packb(tree, strict_types=True))
+    with open(tmp_path / "flax/flax_model.msgpack", "wb") as file:
+        foreign.pack_tree(file, tree)
     return tmp_path / "flax"
 
 
 NORM = ("model", "norm", "weight")
 
 
-def flax_tree(changed: tuple[str, ...] = (), value: object = None) -> dict:
-    """tiny's tree, with `value` at the path `changed`; None takes it out."""
-    tree = {}
-    for name, tensor in foreign.tensors_of(TINY):
-        path, array = foreign.flax_path(name, tensor)
-        place = tree
-        for module in path[:-1]:
-            place = place.setdefault(module, {})
-        place[path[-1]] = foreign.flax_leaf(array)
-    place = tree
-    for module in changed[:-1]:
+def changed_tree(path: tuple[str, ...], value: object) -> dict:
+    """tiny's tree, with `value` at `path`; None takes it out."""
+    tree = place = foreign.flax_tree(TINY)
+    for module in path[:-1]:
         place = place.setdefault(module, {})
-    if changed and value is None:
-        del place[changed[-1]]
-    elif changed:
-        place[changed[-1]] = value
+    if value is None:
+        del place[path[-1]]
+    else:
+        place[path[-1]] = value
     return tree
 
 
@@ -94,7 +88,7 @@ def ext(shape, dtype: str, data: bytes, code: int = 1) -> msgpack.ExtType:
 
 
 def test_the_tree_of_the_next_test_is_right(tmp_path):
-    import_checkpoint(packed(tmp_path, {"params": flax_tree()}), tmp_path / "imported")
+    import_checkpoint(packed(tmp_path, {"params": foreign.flax_tree(TINY)}), tmp_path / "imported")
     before, after = load_file(TINY / "model.safetensors"), load_file(tmp_path / "imported/model.safetensors")
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
@@ -114,7 +108,7 @@ def test_the_tree_of_the_next_test_is_right(tmp_path):
     ],
 )  # fmt: skip
 def test_a_flax_tree_that_is_another_models(path, value, parts, tmp_path):
-    refused(packed(tmp_path, flax_tree(path, value)), tmp_path, *parts)
+    refused(packed(tmp_path, changed_tree(path, value)), tmp_path, *parts)
 
 
 def test_a_flax_folder_that_is_not_whole(tmp_path):
