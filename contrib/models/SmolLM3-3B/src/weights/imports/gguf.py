@@ -52,9 +52,8 @@ SCALING_KEYS = {  # behind "smollm3.rope.scaling."
 }
 SAME_AS_HEAD_DIM = ("attention.value_length", "rope.dimension_count")
 WITHOUT_EFFECT = ("rope.scaling.finetuned",)
-DTYPES = {
-    dtypes.DTYPES[name].safetensors_name: getattr(torch, name) for name in dtypes.MODEL_DTYPES
-}  # GGUF's names too
+# safetensors' names of dtypes are GGUF's
+DTYPES = {dtypes.DTYPES[name].safetensors_name: getattr(torch, name) for name in dtypes.MODEL_DTYPES}
 QUANTIZED_TO = torch.bfloat16  # what the device computes in
 PART = 1 << 25  # bytes of float32 that a quantized tensor is worked through in
 
@@ -143,14 +142,7 @@ def _config(path: Path, metadata: dict[str, Any], stored: list[Stored]) -> dict[
     if embedding is None or len(embedding.shape) != 2:
         raise SmolLM3Error(f"{path}: token_embd.weight is missing; a whole model is expected, not a part of one")
     values.setdefault("vocab_size", embedding.shape[0])
-    scaling = {
-        name: _plain(found.pop(f"rope.scaling.{key}"))
-        for key, name in SCALING_KEYS.items()
-        if f"rope.scaling.{key}" in found
-    }
-    if "factor" in scaling:  # llama.cpp's default type
-        scaling.setdefault("rope_type", "linear")
-    values["rope_scaling"] = None if scaling.get("rope_type", "none") == "none" else scaling
+    values["rope_scaling"] = _rope_scaling(found)
     values |= {
         "no_rope_layer_interval": NO_ROPE_LAYER_INTERVAL,
         "attention_bias": "blk.0.attn_q.bias" in names,
@@ -170,6 +162,14 @@ def _config(path: Path, metadata: dict[str, Any], stored: list[Stored]) -> dict[
     for key in found.keys() - set(WITHOUT_EFFECT):
         raise SmolLM3Error(f"{path}: {ARCHITECTURE}.{key} is {found[key]!r}, which SmolLM3 does not have")
     return {**values, "no_rope_layers": resolved.no_rope_layers}
+
+
+def _rope_scaling(found: dict[str, Any]) -> dict[str, Any] | None:
+    """config.json's rope_scaling, taken out of `found`; None: there is none."""
+    keys = {f"rope.scaling.{key}": name for key, name in SCALING_KEYS.items()}
+    scaling = {name: _plain(found.pop(key)) for key, name in keys.items() if key in found}
+    rope_type = scaling.get("rope_type", "linear" if "factor" in scaling else "none")  # llama.cpp's default
+    return None if rope_type == "none" else {**scaling, "rope_type": rope_type}
 
 
 def _config_beside(path: Path, file: Path, of_metadata: CheckpointConfig) -> CheckpointConfig:

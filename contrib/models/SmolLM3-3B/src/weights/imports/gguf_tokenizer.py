@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 TOKENIZER = "tokenizer.ggml."
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5  # llama.cpp's types of tokens
+CONTROL, USER_DEFINED, UNUSED = 3, 4, 5  # of llama.cpp's types of tokens
 LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
