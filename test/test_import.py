@@ -43,7 +43,12 @@ LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-PROMPTS = ("The square root of 144 is", "1+1=", "12345  don't\n\n  stop<think>x</think><|im_end|> ä 漢字 🚀")
+PROMPTS = (
+    "The square root of 144 is",
+    "1+1=",
+    "12345  don't\n\n  stop<think>x</think><|im_end|> ä 漢字 🚀",
+    "zqzq x_ab , ab .",
+)
 
 
 @pytest.fixture(scope="module")
@@ -186,8 +191,11 @@ def llama3_like(tmp_path_factory, checkpoints) -> Path:
     )
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    lines = ["The square root of 144 is 12, don't stop.", "12345 123456 1234567", "\n\n  ab \n\n  ab"] * 3
+    lines = ["The square root of 144 is 12, don't stop.", "12345 123456 1234567", "\n\n  ab \n\n x_ab x_ab x_ab"] * 3
     tokenizer.train_from_iterator(lines, trainers.BpeTrainer(vocab_size=320, initial_alphabet=alphabet))
+    values = json.loads(tokenizer.to_str())
+    values["model"]["vocab"]["zqzq"] = tokenizer.get_vocab_size()  # no merge leads to it
+    tokenizer = Tokenizer.from_str(json.dumps(values))
     tokenizer.add_special_tokens([AddedToken(t, normalized=False) for t in ("<|im_start|>", "<|im_end|>")])
     tokenizer.add_tokens([AddedToken(t, normalized=False) for t in ("<think>", "</think>")])
     tokenizer.save(str(folder / "tokenizer.json"))
