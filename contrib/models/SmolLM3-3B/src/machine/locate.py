@@ -31,8 +31,11 @@ def locate_model(model: str, revision: str | None = None) -> tuple[Path, str, st
     if folder.is_dir():
         return folder.resolve(), str(folder.resolve()), None
     if folder.suffix in OTHER_FORMATS:
-        weight_format, source = OTHER_FORMATS[folder.suffix], folder.parent if folder.suffix == ".msgpack" else folder
-        raise SmolLM3Error(f"{model}: {weight_format} is not read, only safetensors are; {instead_of(folder.suffix, source)}")
+        source = folder.parent if folder.suffix == ".msgpack" else folder
+        raise SmolLM3Error(
+            f"{model}: {OTHER_FORMATS[folder.suffix]} is not read, only safetensors are; "
+            f"{instead_of(folder.suffix, source)}"
+        )
     if model.lower().endswith("gguf"):  # a hub id
         of_file = instead_of(".gguf", "FILE.gguf")
         raise SmolLM3Error(

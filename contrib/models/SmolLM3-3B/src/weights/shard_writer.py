@@ -176,8 +176,10 @@ def _nbytes(output: Output, dtype: torch.dtype) -> int:
 def safetensors_header(
     tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: dict[str, str] | None = None
 ) -> bytes:
-    """Makes the header of a file that holds `tensors`, (name, dtype, shape), in this order: its length, then JSON padded
-    with spaces to a multiple of 8."""
+    """Makes the header of a file that holds `tensors`, (name, dtype, shape), in this order.
+
+    It is its length, then JSON padded with spaces to a multiple of 8.
+    """
     entries, offset = {"__metadata__": metadata} if metadata else {}, 0
     for name, dtype, shape in tensors:
         end = offset + torch.Size(shape).numel() * dtype.itemsize
