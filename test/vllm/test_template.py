@@ -6,14 +6,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from places import ROOT, TINY
+from places import MODEL, ROOT, TINY
 from serving import vllm_version
 from transformers import AutoTokenizer
 
 from smollm3_neuron.generate import chat
 
 pytestmark = [pytest.mark.vllm, pytest.mark.skipif(vllm_version() is None, reason="needs vLLM: make vllm-venv")]
-ORACLE = ROOT.parent / "shared/data/smollm3_chat_template.jinja"
+OF_3B = MODEL / "test/data/smollm3_chat_template.jinja"
 USER = {"role": "user", "content": "What is 3+4?"}
 TOOL = {"name": "get_weather", "description": "Of a city.", "parameters": {"type": "object", "properties": {}}}
 LOADS = """
@@ -36,9 +36,7 @@ def test_vllm_loads_the_plugin():
 
 @pytest.fixture(params=["tiny", "SmolLM3-3B"])
 def tokenizer(request):
-    path = TINY / "chat_template.jinja" if request.param == "tiny" else ORACLE
-    if not path.is_file():
-        pytest.skip(f"{path} is not there")
+    path = TINY / "chat_template.jinja" if request.param == "tiny" else OF_3B
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     tokenizer.chat_template = Path(path).read_text()
     return tokenizer

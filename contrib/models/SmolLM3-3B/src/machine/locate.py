@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from ..errors import SmolLM3Error
-from ..model.config import INSTEAD, OTHER_FORMATS
+from ..model.config import INSTEAD, OTHER_FORMATS, instead_of
 
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM3-3B"
 REVISIONS = {DEFAULT_MODEL: "a07cc9a04f16550a088caea529712d1d335b0ac1"}  # pinned: a name alone is not an identity
@@ -30,9 +30,17 @@ def locate_model(model: str, revision: str | None = None) -> tuple[Path, str, st
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder.resolve(), str(folder.resolve()), None
-    if folder.suffix in OTHER_FORMATS or model.lower().endswith("gguf"):
-        weight_format = OTHER_FORMATS.get(folder.suffix, "GGUF")
-        raise SmolLM3Error(f"{model}: {weight_format} is not read, only safetensors are; {INSTEAD}")
+    if folder.suffix in OTHER_FORMATS:
+        source = folder.parent if folder.suffix == ".msgpack" else folder
+        raise SmolLM3Error(
+            f"{model}: {OTHER_FORMATS[folder.suffix]} is not read, only safetensors are; "
+            f"{instead_of(folder.suffix, source)}"
+        )
+    if model.lower().endswith("gguf"):  # a hub id
+        of_file = instead_of(".gguf", "FILE.gguf")
+        raise SmolLM3Error(
+            f"{model}: GGUF is not read, only safetensors are; {INSTEAD}, or download a file and {of_file}"
+        )
     if folder.exists():
         raise SmolLM3Error(f"{model}: a checkpoint folder is expected, this is a file")
     if model.startswith((".", "/", "~")) or model.count("/") != 1:

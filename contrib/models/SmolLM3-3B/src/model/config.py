@@ -5,6 +5,7 @@ then compute wrongly, is an error here that names the field, the value and what 
 """
 
 import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,7 @@ ROPE_SCALING_KEYS = {
 }
 ROPE_TYPES = ("default", *ROPE_SCALING_KEYS)
 INSTEAD = "use the bfloat16 safetensors checkpoint that it was made from, e.g. HuggingFaceTB/SmolLM3-3B"
+IMPORT = "import it first: python scripts/import_checkpoint.py {source} FOLDER"
 OTHER_FORMATS = {".gguf": "GGUF", ".msgpack": "Flax", ".h5": "TensorFlow", ".bin": "a PyTorch pickle"}
 # files that older tools write beside quantized weights without a word in config.json -> the tool
 QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
@@ -94,11 +96,15 @@ class CheckpointConfig:
 def read_config(folder: str | Path) -> CheckpointConfig:
     """Reads `folder`/config.json. Raises SmolLM3Error where it is not there, or its values would run wrong."""
     check_format(folder)
-    path = Path(folder) / "config.json"
+    return read_config_file(Path(folder) / "config.json")
+
+
+def read_config_file(path: Path) -> CheckpointConfig:
+    """Reads one config.json, whatever lies beside it. Raises SmolLM3Error as `read_config` does."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise SmolLM3Error(f"{folder}: no config.json there; pass the folder of a checkpoint") from None
+        raise SmolLM3Error(f"{path.parent}: no config.json there; pass the folder of a checkpoint") from None
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise SmolLM3Error(f"{path}: not valid JSON ({error}); download the file again") from None
     if not isinstance(raw, dict):
@@ -121,7 +127,14 @@ def check_format(folder: str | Path) -> None:
         return
     for suffix, format_name in OTHER_FORMATS.items():
         for file in sorted(Path(folder).glob(f"*{suffix}")):
-            raise SmolLM3Error(f"{folder}: {file.name} is {format_name}, only safetensors are read; {INSTEAD}")
+            raise SmolLM3Error(
+                f"{folder}: {file.name} is {format_name}, only safetensors are read; {instead_of(suffix, folder)}"
+            )
+
+
+def instead_of(suffix: str, source: str | Path) -> str:
+    """What to do with `source`, whose weights are in files of that suffix."""
+    return IMPORT.format(source=shlex.quote(str(source))) if suffix in (".gguf", ".msgpack") else INSTEAD
 
 
 def resolve_config(fields: Mapping[str, Any]) -> CheckpointConfig:

@@ -9,7 +9,7 @@ import json
 import os
 import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -100,7 +100,7 @@ def _write_rank(
                 written += file.write(view[written:])
             on_bytes(len(view))
 
-        header = _header(outputs)
+        header = safetensors_header((output.name, dtype, output.shape) for output, dtype in outputs)
         write(header)
         for output, dtype in outputs:
             if not output.parts:
@@ -173,12 +173,17 @@ def _nbytes(output: Output, dtype: torch.dtype) -> int:
     return torch.Size(output.shape).numel() * dtype.itemsize
 
 
-def _header(outputs: list[tuple[Output, torch.dtype]]) -> bytes:
-    """Makes the safetensors header: its length, then JSON padded with spaces to a multiple of 8."""
-    entries, offset = {}, 0
-    for output, dtype in outputs:
-        end = offset + _nbytes(output, dtype)
-        entries[output.name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(output.shape), "data_offsets": [offset, end]}
+def safetensors_header(
+    tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: dict[str, str] | None = None
+) -> bytes:
+    """Makes the header of a file that holds `tensors`, (name, dtype, shape), in this order.
+
+    It is its length, then JSON padded with spaces to a multiple of 8.
+    """
+    entries, offset = {"__metadata__": metadata} if metadata else {}, 0
+    for name, dtype, shape in tensors:
+        end = offset + torch.Size(shape).numel() * dtype.itemsize
+        entries[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

@@ -13,8 +13,7 @@ from smollm3_neuron.errors import SmolLM3Error
 from smollm3_neuron.generate import chat
 from smollm3_neuron.machine.locate import tiny_folder
 
-# the checkpoint's own template, which is not of this repository
-ORACLE = Path(__file__).resolve().parents[6] / "shared/data/smollm3_chat_template.jinja"
+OF_3B = Path(__file__).resolve().parents[1] / "data/smollm3_chat_template.jinja"  # see the README beside it
 TODAY = "17 March 2026"
 USER = {"role": "user", "content": "What is 3+4?"}
 SYSTEMS = (
@@ -45,8 +44,7 @@ CONVERSATIONS = [
 
 def templates():
     yield pytest.param((tiny_folder() / "chat_template.jinja").read_text(), id="tiny")
-    absent = pytest.mark.skipif(not ORACLE.is_file(), reason=f"{ORACLE} is not there")
-    yield pytest.param(ORACLE.read_text() if ORACLE.is_file() else None, id="SmolLM3-3B", marks=absent)
+    yield pytest.param(OF_3B.read_text(), id="SmolLM3-3B")
 
 
 @pytest.fixture(params=templates())
