@@ -26,7 +26,7 @@ from .errors import SmolLM3Error
 from .model.config import REQUIRED, CheckpointConfig, resolve_config
 from .model.releases import installed_release
 from .model.rope import ScaledRotaryEmbedding
-from .model.switches import check_encoding, check_keywords, check_switches
+from .model.switches import check_encoding, check_keywords, check_switches, choose_attention_kernel
 from .model.windows import SlidingWindowKVCacheManager, check_sliding_window, layer_windows
 from .weights import checkpoint
 from .weights.quantization import check_quantization
@@ -77,8 +77,7 @@ class SmolLM3InferenceConfig(InferenceConfig):
         checkpoint_config = resolve_config(fields)
         vars(self).update(vars(checkpoint_config))
         self.__dict__.pop("rope_parameters", None)
-        if any(layer_windows(self)) and self.neuron_config.attn_kernel_enabled is None:
-            self.neuron_config.attn_kernel_enabled = False  # the library's choice takes a kernel that trn1 has not
+        choose_attention_kernel(self.neuron_config, any(layer_windows(self)))
         plan = checkpoint_config.plan(self.neuron_config.tp_degree)
         self.source_num_key_value_heads = plan.num_key_value_heads
         self.num_key_value_heads = plan.num_key_value_heads * plan.kv_expansion

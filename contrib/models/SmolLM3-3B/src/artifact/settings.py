@@ -36,6 +36,7 @@ class Settings:
     vocab_parallel: bool = False
     sequence_parallel_enabled: bool = False
     async_mode: bool = False
+    attn_kernel_enabled: bool = False  # trn1 and inf2 have none that compiles, see model/switches.py
     windowed_context_encoding_size: int | None = None
     is_prefix_caching: bool = False  # with the block KV layout
     pa_block_size: int | None = None  # None: 32 with prefix caching
@@ -108,6 +109,14 @@ class Settings:
                     f"on_device_sampling_config has {name} {value!r}, allowed are {', '.join(SAMPLING)}: the first "
                     "three true or false, the rest numbers, top_p up to 1"
                 )
+
+    def context_lengths(self) -> list[int]:
+        """Returns the lengths of the context encoding graphs, rising; of checked settings."""
+        longest = self.max_context_length
+        if not self.enable_bucketing:
+            return [longest]
+        powers = [2**power for power in range(7, round(math.log2(longest)))]  # as the library rounds
+        return self.context_encoding_buckets or [*powers, longest]
 
     def _checked_blocks(self) -> tuple[int | None, int | None]:
         """Returns pa_block_size and pa_num_blocks, complete; None for both without prefix caching."""

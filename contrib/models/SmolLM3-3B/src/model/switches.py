@@ -5,6 +5,7 @@ A switch that is not in the table was read or run and is right, or the library i
 """
 
 import difflib
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +13,15 @@ from typing import Any
 from ..errors import SmolLM3Error
 from .releases import SUPPORTED_NXDI
 
+logger = logging.getLogger("Neuron")
 NEEDS_V3 = "its kernel needs NeuronCore v3, trn1 and inf2 have v2"
 NO_SPECULATION = "speculative decoding was never checked with this model"
 SILU_KERNELS = ("mlp_kernel_enabled", "mlp_tkg_nki_kernel_enabled", "quantized_mlp_kernel_enabled")
+# Reports of the same fault: pages and repositories in docs/device_facts.md.
+KERNEL_REPORTS = (
+    "attn_kernel_enabled is on, but on trn1 and inf2 its kernel ended neuronx-cc in three public reports of 2026 "
+    "(NCC_INLA001, checkDMATranspose, contexts of 4096 tokens and more; neuronx-cc 2.24 and 2.26), and compiled without it"
+)
 RESIDUAL = "the decoder layer adds its residuals itself, so they would be missing or added twice"
 
 
@@ -68,6 +75,19 @@ def check_keywords(given: Mapping[str, Any], neuron_config: Any) -> None:
                 f"NeuronConfig has no {name!r} in the installed NxD Inference{hint}: correct it, or leave it out (with "
                 "vLLM it comes from override_neuron_config)"
             )
+
+
+def choose_attention_kernel(neuron_config: Any, has_windows: bool) -> None:
+    """Sets `attn_kernel_enabled` where it is None, and warns where it is on and a logical core is one physical core.
+
+    None is the library's choice: a kernel from 4,096 tokens on, which does not compile on NeuronCore v2 (trn1, inf2), and
+    with a sliding window one that trn1 has not.
+    """
+    is_v2 = int(neuron_config.logical_nc_config) == 1
+    if neuron_config.attn_kernel_enabled is None and (is_v2 or has_windows):
+        neuron_config.attn_kernel_enabled = False
+    elif neuron_config.attn_kernel_enabled and is_v2:
+        logger.warning(KERNEL_REPORTS)
 
 
 def check_switches(neuron_config: Any, no_rope_layers: Sequence[int], hidden_act: str, release: str | None) -> None:
