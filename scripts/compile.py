@@ -25,6 +25,7 @@ from smollm3_neuron.machine.preflight import check_device, choose_place
 from smollm3_neuron.machine.scores import notes_on_attention
 from smollm3_neuron.model.config import read_config
 from smollm3_neuron.model.dtypes import QUANTIZATION_DTYPES
+from smollm3_neuron.model.releases import installed_release
 from smollm3_neuron.model.smollm3_3b import SMOLLM3_3B
 from smollm3_neuron.vllm.serving import serve_command, settings_of_server
 from smollm3_neuron.weights.quantization import MODULE_NAMES, QUANTIZATION_TYPES
@@ -92,6 +93,13 @@ def add_graphs(group) -> None:
         dest="attn_kernel_enabled",
         action="store_true",
         help="the library's attention kernel; on trn1 and inf2 contexts of 4096 tokens did not compile with it",
+    )
+    group.add_argument(
+        "--pad-intermediate",
+        dest="padded_intermediate_size",
+        type=int,
+        metavar="N",
+        help="pad the MLPs with zeros from the checkpoint's intermediate size to N, which --tp must divide",
     )
     group.add_argument(
         "--windowed-context-encoding-size", type=int, metavar="N", help="encode contexts in windows of N tokens"
@@ -203,6 +211,8 @@ def say_what_may_not_work(folder: Path, settings: Settings) -> None:
     config = read_config(folder)
     for note in notes_on_attention(config, settings.checked(config)):
         print(f"warning: {note}")
+    if settings.is_prefix_caching and (installed_release() or "").startswith("0.8."):
+        print("warning: is_prefix_caching with SDK 2.28 ended in NCC_ITEN404 in a public report (aws-neuron-sdk #1304)")
 
 
 def lower(args: argparse.Namespace, settings: Settings) -> None:

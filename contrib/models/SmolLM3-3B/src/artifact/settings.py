@@ -38,6 +38,7 @@ class Settings:
     async_mode: bool = False
     attn_kernel_enabled: bool = False  # trn1 and inf2 have none that compiles, see model/switches.py
     windowed_context_encoding_size: int | None = None
+    padded_intermediate_size: int | None = None  # MLPs padded with zeros up to it; None: as the checkpoint has them
     is_prefix_caching: bool = False  # with the block KV layout
     pa_block_size: int | None = None  # None: 32 with prefix caching
     pa_num_blocks: int | None = None  # None: enough for batch_size requests of seq_len
@@ -52,6 +53,7 @@ class Settings:
         Raises SmolLM3Error where they cannot run.
         """
         config.plan(self.tp_degree)  # raises SmolLM3Error for a degree that is not possible
+        config.padded(self)  # and for a size
         if self.torch_dtype not in MODEL_DTYPES:
             raise SmolLM3Error(f"dtype is {self.torch_dtype!r}, allowed is one of {', '.join(MODEL_DTYPES)}")
         max_context_length = self.seq_len if self.max_context_length is None else self.max_context_length

@@ -27,8 +27,9 @@ class BlockTables:
             free += blocks
         if free > neuron_config.pa_num_blocks:
             raise SmolLM3Error(
-                f"{free} blocks of {self.size} tokens are needed for a batch of {len(prompts)} prompts with their new tokens, "
-                f"pa_num_blocks is {neuron_config.pa_num_blocks}: ask for fewer prompts or tokens, or compile with more blocks"
+                f"{free} blocks of {self.size} tokens are needed for a batch of {len(prompts)} prompts with their new "
+                f"tokens, pa_num_blocks is {neuron_config.pa_num_blocks}: ask for fewer prompts or tokens, or compile "
+                "with more blocks"
             )
         self.tables = torch.tensor(tables)
 

@@ -38,7 +38,7 @@ INSTANCES = {
     "inf2.xlarge": Instance(2, 16, (1, 2)),
     "inf2.8xlarge": Instance(2, 128, (1, 2)),
     "inf2.24xlarge": Instance(12, 384, (1, 2, 4, 8)),
-    "inf2.48xlarge": Instance(24, 768, (1, 2, 4, 8, 24)),
+    "inf2.48xlarge": Instance(24, 768, (1, 2, 4, 8, 16, 24)),
 }
 
 

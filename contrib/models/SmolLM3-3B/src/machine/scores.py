@@ -1,4 +1,4 @@
-"""What encoding long contexts without the attention kernel may take of a core's memory. Arithmetic only, imports no torch."""
+"""What encoding long contexts without the attention kernel may take of a core's memory. Imports no torch."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ def notes_on_attention(config: CheckpointConfig, settings: Any) -> list[str]:
     if settings.attn_kernel_enabled:
         return [KERNEL_REPORTS]
     estimate = Estimate(
-        config, settings.tp_degree, settings.seq_len, settings.batch_size, settings.torch_dtype,
+        config.padded(settings), settings.tp_degree, settings.seq_len, settings.batch_size, settings.torch_dtype,
         window=settings.windowed_context_encoding_size,
     )  # fmt: skip
     notes = []
@@ -29,7 +29,7 @@ def notes_on_attention(config: CheckpointConfig, settings: Any) -> list[str]:
     longest = settings.windowed_context_encoding_size or settings.max_context_length
     if longest > LONGEST_REPORTED:
         notes.append(
-            f"contexts are encoded {longest} tokens at a time: no report of a trn1 or inf2 goes beyond {LONGEST_REPORTED} "
-            "without the attention kernel"
+            f"contexts are encoded {longest} tokens at a time: no report of a trn1 or inf2 goes beyond "
+            f"{LONGEST_REPORTED} without the attention kernel"
         )
     return notes

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import SmolLM3Error
-from .releases import SUPPORTED_NXDI
+from .releases import BY_INTERFACES, CHECKED, minor
 
 logger = logging.getLogger("Neuron")
 NEEDS_V3 = "its kernel needs NeuronCore v3, trn1 and inf2 have v2"
@@ -19,7 +19,7 @@ NO_SPECULATION = "speculative decoding was never checked with this model"
 SILU_KERNELS = ("mlp_kernel_enabled", "mlp_tkg_nki_kernel_enabled", "quantized_mlp_kernel_enabled")
 # Reports of the same fault: pages and repositories in docs/device_facts.md.
 KERNEL_REPORTS = (
-    "attn_kernel_enabled is on, but on trn1 and inf2 its kernel ended neuronx-cc in three public reports of 2026 "
+    "attn_kernel_enabled is on, but on trn1 and inf2 its kernel ended neuronx-cc in public reports of 2026 "
     "(NCC_INLA001, checkDMATranspose, contexts of 4096 tokens and more; neuronx-cc 2.24 and 2.26), and compiled without it"
 )
 RESIDUAL = "the decoder layer adds its residuals itself, so they would be missing or added twice"
@@ -31,7 +31,7 @@ class Refusal:
 
     name: str
     reason: str
-    releases: tuple[str, ...] = SUPPORTED_NXDI
+    releases: tuple[str, ...] = CHECKED
     only_with_nope: bool = False
 
 
@@ -106,10 +106,11 @@ def check_switches(neuron_config: Any, no_rope_layers: Sequence[int], hidden_act
             raise SmolLM3Error(
                 f"{name} is on, but its kernel computes silu and hidden_act is {hidden_act!r}; leave it out"
             )
-    minor = ".".join((release or "").split(".")[:2])
+    sources = minor(release or "")
+    sources = BY_INTERFACES.get(sources, sources)
     for refusal in REFUSED:
         value = getattr(neuron_config, refusal.name, None)
-        applies = minor not in SUPPORTED_NXDI or minor in refusal.releases
+        applies = sources not in CHECKED or sources in refusal.releases
         if value and applies and not (refusal.only_with_nope and all(no_rope_layers)):
             raise SmolLM3Error(f"{refusal.name} is {value!r}, but {refusal.reason}; leave it out")
 

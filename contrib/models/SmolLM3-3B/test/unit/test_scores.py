@@ -54,4 +54,4 @@ def test_the_rows_of_a_batch_count():
 
 def test_with_the_kernel_the_reports_are_named():
     (line,) = notes(seq_len=65536, attn_kernel_enabled=True)
-    assert "three public reports" in line
+    assert "public reports of 2026" in line
