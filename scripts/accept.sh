@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # example: scripts/accept.sh --device cpu --model tiny --tp 1 --seq-len 64 --dtype float32
 #
-# Accepts this package on a machine: environment report, compile, validate, benchmark, vLLM smoke test, and one folder
-# that holds all results.
+# Accepts this package on a machine: environment report, compile, generate, validate, benchmark, an answer of a vLLM
+# server, and one folder that holds all results.
 #
 # what is compiled:
 #   --model MODEL      hub id, folder or 'tiny' (default: HuggingFaceTB/SmolLM3-3B)
@@ -13,6 +13,7 @@
 # where it runs and what is written:
 #   --device DEVICE    neuron, cpu, or auto: the device where the Neuron SDK is installed (default: auto)
 #   --output FOLDER    the folder of results (default: acceptance/MODEL-tpN)
+#   --try-padding      measure two artifacts with padded MLPs, too, and say which was fastest
 #
 # A step that is done is not done again: after a failure, put right what it says and run the same command. Exit code 0:
 # every step passed; 1: one failed, its log is named; 2: a mistake in the call. PYTHON names the interpreter (default:
@@ -20,7 +21,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-device=auto model=HuggingFaceTB/SmolLM3-3B tp=2 seq_len=2048 dtype=bfloat16 output=
+device=auto model=HuggingFaceTB/SmolLM3-3B tp=2 seq_len=2048 dtype=bfloat16 output= try_padding=
 while [ $# -gt 0 ]; do
     case $1 in
         --device | --model | --tp | --seq-len | --dtype | --output)
@@ -28,8 +29,9 @@ while [ $# -gt 0 ]; do
             name=${1#--} name=${name//-/_}
             printf -v "$name" %s "$2"
             shift 2 ;;
+        --try-padding) try_padding=yes; shift ;;
         -h | --help) sed -n '2,/^set /s/^# \{0,1\}//p' "$0"; exit ;;
-        *) echo "error: $1 is unknown, allowed are --device --model --tp --seq-len --dtype --output" >&2; exit 2 ;;
+        *) echo "error: $1 is unknown, allowed are --device --model --tp --seq-len --dtype --output --try-padding" >&2; exit 2 ;;
     esac
 done
 output=${output:-acceptance/$(basename "$model")-tp$tp}
@@ -37,11 +39,15 @@ python=${PYTHON:-python}
 asked="--device $device --model $model --tp $tp --seq-len $seq_len --dtype $dtype"
 
 mkdir -p "$output"
+output=$(cd "$output" && pwd)
 if [ -e "$output/asked" ] && [ "$(cat "$output/asked")" != "$asked" ]; then
     echo "error: $output has the results of $(cat "$output/asked"): choose another --output" >&2
     exit 2
 fi
 echo "$asked" > "$output/asked"
+# what was compiled outlives a reboot, and the compiler's logs are kept with the results
+export NEURON_COMPILE_CACHE_URL=${NEURON_COMPILE_CACHE_URL:-$(dirname "$output")/neuron-compile-cache}
+export BASE_COMPILE_WORK_DIR=$output/compiler/
 
 # step NAME COMMAND...: runs it once, its output in NAME.log
 step() {
@@ -54,6 +60,7 @@ step() {
     echo "$name: $*"
     "$@" > "$output/$name.log" 2>&1 || code=$?
     if [ "$code" -ne 0 ]; then
+        "$python" scripts/acceptance.py collect "$output" || true
         tail -n 5 "$output/$name.log" >&2
         echo "$name: failed with exit code $code, see $output/$name.log; run the same command again to go on from here" >&2
         exit 1
@@ -62,14 +69,32 @@ step() {
     tail -n 1 "$output/$name.log"
 }
 
+# measure NAME ARTIFACT: in three processes, of which the fastest counts: one compiled graph's steps differ between processes
+measure() {
+    local number
+    for number in 1 2 3; do
+        step "$1-$number" "$python" scripts/benchmark.py "$2" --device "$device" --prompt-lengths "$room" --new-tokens "$room" \
+            --json "$output/$1-$number.json" --plot "$output/$1-$number.html"
+    done
+}
+
 room=$((seq_len < 192 ? seq_len / 3 : 64))
+compile=("$python" scripts/compile.py --model "$model" --tp "$tp" --seq-len "$seq_len" --dtype "$dtype" --device "$device")
 step environment "$python" scripts/acceptance.py environment --device "$device" --json "$output/environment.json"
-step compile "$python" scripts/compile.py --model "$model" --tp "$tp" --seq-len "$seq_len" --dtype "$dtype" \
-    --device "$device" --output "$output/artifact"
+step compile "${compile[@]}" --output "$output/artifact"
+step generate "$python" scripts/generate.py "$output/artifact" "The square root of 144 is" --max-new-tokens 8 --device "$device"
 step validate "$python" scripts/validate.py "$output/artifact" --device "$device" --json "$output/validate.json" \
     --html "$output/validate.html"
-step benchmark "$python" scripts/benchmark.py "$output/artifact" --device "$device" --prompt-lengths "$room" \
-    --new-tokens "$room" --json "$output/benchmark.json" --plot "$output/benchmark.html"
+measure benchmark "$output/artifact"
+if [ "$try_padding" ]; then
+    for size in $("$python" scripts/acceptance.py sizes "$output/artifact"); do
+        step "compile-padded-$size" "${compile[@]}" --pad-intermediate "$size" --output "$output/artifact-padded-$size"
+        measure "padded-$size" "$output/artifact-padded-$size"
+    done
+    "$python" scripts/acceptance.py fastest "$output"
+fi
 step vllm "$python" scripts/acceptance.py vllm "$output/artifact" --device "$device" --json "$output/vllm.json"
+"$python" scripts/acceptance.py collect "$output"
 step line "$python" scripts/acceptance.py line "$output"
-echo "results: $output; the row for docs/evidence.md is the one above"
+"$python" scripts/acceptance.py report "$output" > "$output/report.json"
+echo "results: $output; the row for docs/evidence.md is the one above; to share: $output/report.json (CONTRIBUTING.md says where)"

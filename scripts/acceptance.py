@@ -2,18 +2,23 @@
 
     python scripts/acceptance.py environment --json environment.json
 
-`environment` says what machine it is, `vllm ARTIFACT` asks the artifact through vLLM, `line FOLDER` makes a row for
-docs/evidence.md of the folder of results.
+`environment` says what machine it is, `vllm ARTIFACT` has a server answer, `sizes ARTIFACT` names sizes to pad the MLPs
+to. Of the folder of results `fastest` compares those, `collect` copies logs into it, `line` makes a row for
+docs/evidence.md, and `report` prints what may be shared.
 """
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
+import time
+import urllib.request
 from pathlib import Path
 
 import common
@@ -21,9 +26,9 @@ import common
 from smollm3_neuron.artifact.folder import open_artifact, versions
 from smollm3_neuron.errors import SmolLM3Error
 from smollm3_neuron.machine.preflight import available_memory, choose_place, instance_type
-from smollm3_neuron.vllm.serving import FOLDER, override
+from smollm3_neuron.vllm.serving import serve_command
 
-STEPS = ("environment", "vllm", "line")
+STEPS = ("environment", "vllm", "sizes", "fastest", "collect", "line", "report")
 PROMPT, ANSWER = "The square root of 144 is", "12"
 
 
@@ -35,8 +40,9 @@ def parse_args() -> argparse.Namespace:
     group.add_argument("--json", type=Path, metavar="FILE", help="what the step writes")
     common.add_device(group)
     args = parser.parse_args()
-    if (args.folder is None) != (args.step == "environment") or (args.json is None) != (args.step == "line"):
-        parser.error("environment --json FILE, vllm ARTIFACT --json FILE, or line FOLDER")
+    writes_json = args.step in ("environment", "vllm")
+    if (args.folder is None) != (args.step == "environment") or (args.json is not None) != writes_json:
+        parser.error("environment --json FILE, vllm ARTIFACT --json FILE, sizes ARTIFACT, or another step and FOLDER")
     return args
 
 
@@ -60,42 +66,131 @@ def environment(args: argparse.Namespace) -> dict:
 
 
 def ask_vllm(args: argparse.Namespace) -> dict:
-    """One prompt through vLLM with vllm-neuron, on the artifact itself; never run on a device by this project."""
+    """Starts a server from the artifact and has it answer a prompt; never run on a device by this project."""
     place = choose_place(args.device)
     missing = [name for name in ("vllm", "vllm_neuron") if importlib.util.find_spec(name) is None]
     if place == "cpu" or missing:
         why = "vllm-neuron needs a device" if place == "cpu" else f"{', '.join(missing)} not installed"
         return {"ran": False, "why": why}
     artifact = open_artifact(args.folder, place)
-    settings = artifact.settings
-    os.environ[FOLDER] = str(artifact.path.resolve())
-    from vllm import LLM, SamplingParams
+    port = 8000 + os.getpid() % 1000
+    command = f"exec env {serve_command(artifact)} --port {port}"
+    return {"ran": True, **ask_server(command, port, artifact.manifest["model"]["folder"])}
 
-    engine = LLM(
-        artifact.manifest["model"]["folder"],
-        tensor_parallel_size=settings.tp_degree,
-        max_num_seqs=settings.batch_size,
-        max_model_len=settings.seq_len,
-        dtype=settings.torch_dtype,
-        max_num_batched_tokens=settings.seq_len,
-        enable_chunked_prefill=False,
-        enable_prefix_caching=False,
-        additional_config={"override_neuron_config": override(settings)},
-    )
-    text = engine.generate([PROMPT], SamplingParams(temperature=0, max_tokens=8))[0].outputs[0].text
+
+def ask_server(command: str, port: int, model: str, timeout: float = 1800) -> dict:
+    """Runs the server until it has answered a prompt; SmolLM3Error where it ends, never gets healthy or is wrong."""
+    server = subprocess.Popen(["bash", "-c", command], start_new_session=True)
+    began = time.monotonic()
+    try:
+        while not _is_healthy(port):
+            if server.poll() is not None:
+                raise SmolLM3Error(f"the server ended with {server.returncode}: its output is above")
+            if time.monotonic() - began > timeout:
+                raise SmolLM3Error(f"the server was not healthy after {timeout:.0f} s: its output is above")
+            time.sleep(1)
+        seconds = time.monotonic() - began
+        asked = {"model": model, "prompt": PROMPT, "temperature": 0, "max_tokens": 8}
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{port}/v1/completions", json.dumps(asked).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=timeout) as answer:
+            text = json.load(answer)["choices"][0]["text"]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGTERM)
+        server.wait()
     if ANSWER not in text:
-        raise SmolLM3Error(f"vLLM answers {PROMPT!r} with {text!r}, {ANSWER} is not in it")
-    return {"ran": True, "answer": text}
+        raise SmolLM3Error(f"the server answers {PROMPT!r} with {text!r}, {ANSWER} is not in it")
+    return {"answer": text, "seconds_to_health": round(seconds, 1)}
+
+
+def _is_healthy(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
+            return answer.status == 200
+    except OSError:
+        return False
+
+
+def sizes(folder: Path) -> list[int]:
+    """Intermediate sizes worth a try for a checkpoint: the next multiples of 1024 and 4096 that TP divides."""
+    manifest = json.loads((folder / "artifact.json").read_text())
+    own = json.loads((folder / "neuron_config.json").read_text())["intermediate_size"]
+    found = {-(-own // step) * step for step in (1024, 4096)} - {own}
+    return sorted(size for size in found if size % manifest["settings"]["tp_degree"] == 0)
+
+
+def measured(folder: Path, name: str) -> dict | None:
+    """The row of the process whose steps were fastest, of benchmarks NAME-1.json to NAME-3.json; None: not measured."""
+    files = [folder / f"{name}-{number}.json" for number in (1, 2, 3)]
+    pages = [json.loads(file.read_text())["rows"] for file in files if file.is_file()]
+    rows = [row for page in pages for row in page if row["engine"] == "artifact"]
+    return min(rows, key=lambda row: row["percentiles"]["p50"]) if rows else None
+
+
+def fastest(folder: Path) -> str:
+    """Which of the artifacts with and without padding took least per token."""
+    names = ["benchmark", *sorted({file.name[:-7] for file in folder.glob("padded-*-1.json")})]
+    times = {name: measured(folder, name)["percentiles"]["p50"] for name in names}
+    lines = [
+        f"{name.replace('benchmark', 'unpadded'):<16}{1000 * time:8.2f} ms a token" for name, time in times.items()
+    ]
+    best = min(times, key=times.get)
+    return "\n".join([*lines, f"fastest: {best.replace('benchmark', 'unpadded')}"])
+
+
+def collect(folder: Path) -> list[str]:
+    """Copies what the runtime and the compiler said, since `folder` was made, into its `logs`."""
+    since, logs = (folder / "asked").stat().st_mtime, folder / "logs"
+    logs.mkdir(exist_ok=True)
+    found = [file for file in Path("/tmp").glob("neuron_mem_table_*") if file.stat().st_mtime >= since]
+    copies = {file: logs / file.name for file in found if file.is_file()}
+    compiler = folder / "compiler"
+    for file in compiler.rglob("log-neuron-cc.txt"):
+        copies[file] = logs / "-".join(file.relative_to(compiler).parts)
+    for file, copy in copies.items():
+        shutil.copyfile(file, copy)
+    return sorted(copy.name for copy in copies.values())
+
+
+def report(folder: Path) -> dict:
+    """What may be shared: figures and versions, no name of a host, a user or a folder."""
+    environment, validated, served = (
+        json.loads((folder / f"{name}.json").read_text()) for name in ("environment", "validate", "vllm")
+    )
+    names = ["benchmark", *sorted({file.name[:-7] for file in folder.glob("padded-*-1.json")})]
+    rows = {name: measured(folder, name) for name in names}
+    kept = ("place", "instance", "cpus", "available_memory", "kernel", "python", "versions")
+    kept += ("neuronx-cc --version", "modinfo -F version neuron")
+    return {
+        "environment": {name: environment[name] for name in kept if name in environment},
+        "settings": validated["settings"],
+        "verdict": validated["verdict"],
+        "prompts": [
+            {"verdict": case["verdict"], "token_match": case["token_match"]}
+            for case in validated["cases"]
+            if case["kind"] == "prompt"
+        ],
+        "measured": {
+            name: {
+                key: row[key]
+                for key in ("first_token", "percentiles", "tokens_per_second", "memory", "load", "compile")
+            }
+            for name, row in rows.items()
+        },
+        "vllm": {name: served[name] for name in ("ran", "why", "seconds_to_health") if name in served},
+    }
 
 
 def compatibility_row(folder: Path) -> str:
     """The row for docs/evidence.md."""
-    environment, validation, benchmark, vllm = (
-        json.loads((folder / f"{step}.json").read_text()) for step in ("environment", "validate", "benchmark", "vllm")
+    environment, validation, vllm = (
+        json.loads((folder / f"{step}.json").read_text()) for step in ("environment", "validate", "vllm")
     )
     on_device, versions = environment["place"] == "neuron", environment["versions"]
     prompts = [case for case in validation["cases"] if case["kind"] == "prompt"]
-    (speed,) = (row for row in benchmark["rows"] if row["engine"] == "artifact")
+    speed = measured(folder, "benchmark")
     cells = (
         environment["instance"] if on_device else f"a CPU, {environment['cpus']} cores",
         versions["neuronx-distributed-inference"] if on_device else "none: nxd_cpu",
@@ -111,10 +206,22 @@ def compatibility_row(folder: Path) -> str:
     return f"| {' | '.join(map(str, cells))} |"
 
 
+OF_FOLDER = {
+    "sizes": sizes,
+    "fastest": fastest,
+    "collect": collect,
+    "line": compatibility_row,
+    "report": report,
+}
+
+
 def main() -> None:
     args = parse_args()
-    if args.step == "line":
-        print(compatibility_row(args.folder))
+    if args.step in OF_FOLDER:
+        result = OF_FOLDER[args.step](args.folder)
+        if isinstance(result, list):
+            result = "\n".join(map(str, result))
+        print(result if isinstance(result, str) else json.dumps(result, indent=1))
         return
     result = environment(args) if args.step == "environment" else ask_vllm(args)
     args.json.write_text(json.dumps(result, indent=1) + "\n")

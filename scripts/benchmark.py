@@ -148,7 +148,7 @@ def measure(artifact: Artifact, place: str, args: argparse.Namespace, ceiling: t
         rounds = take_turns(engines, prompts, args.new_tokens, args.rounds)
         rows_of_length = [make_row(artifact, engine, length, rounds[engine]) for engine in engines]
         sizes = settings.tp_degree, settings.seq_len, settings.batch_size, settings.torch_dtype, length
-        estimate = Estimate(config, *sizes)
+        estimate = Estimate(config.padded(settings), *sizes)
         add_utilization(rows_of_length[0], estimate, ceiling, place)
         add_ratios(rows_of_length)
         rows += rows_of_length

@@ -4,11 +4,14 @@ import argparse
 import json
 import logging
 import sys
+import time
+import traceback
 import warnings
 from pathlib import Path
 
 try:
     from smollm3_neuron.errors import SmolLM3Error
+    from smollm3_neuron.machine.device_errors import advice_on_error
 except ModuleNotFoundError:
     sys.exit(
         "smollm3_neuron is not installed: run `pip install -e .` in the checkout (on a Neuron machine with --no-deps)"
@@ -85,7 +88,8 @@ def check_outputs(*paths: Path | None) -> None:
 
 
 def run(main) -> None:
-    """Runs a command; a mistake of the user's is one line and exit code 2."""
+    """Runs a command; a user's mistake is one line and exit code 2, a known error of a device ends with advice."""
+    began = time.time()
     try:
         main()
     except SmolLM3Error as error:
@@ -95,4 +99,11 @@ def run(main) -> None:
         sys.exit(130)
     except BrokenPipeError:
         sys.stderr.close()
+        sys.exit(1)
+    except Exception as error:
+        advice = advice_on_error(error, began)
+        if advice is None:
+            raise
+        traceback.print_exception(error)
+        print(f"error: {advice}", file=sys.stderr)
         sys.exit(1)

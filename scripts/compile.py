@@ -22,8 +22,10 @@ from smollm3_neuron.artifact.settings import Settings
 from smollm3_neuron.errors import SmolLM3Error
 from smollm3_neuron.machine.locate import DEFAULT_MODEL, locate_model
 from smollm3_neuron.machine.preflight import check_device, choose_place
+from smollm3_neuron.machine.scores import notes_on_attention
 from smollm3_neuron.model.config import read_config
 from smollm3_neuron.model.dtypes import QUANTIZATION_DTYPES
+from smollm3_neuron.model.releases import installed_release
 from smollm3_neuron.model.smollm3_3b import SMOLLM3_3B
 from smollm3_neuron.vllm.serving import serve_command, settings_of_server
 from smollm3_neuron.weights.quantization import MODULE_NAMES, QUANTIZATION_TYPES
@@ -86,6 +88,19 @@ def add_graphs(group) -> None:
     )
     group.add_argument("--context-encoding-buckets", type=int, nargs="+", metavar="N", help="lengths of prompts")
     group.add_argument("--token-generation-buckets", type=int, nargs="+", metavar="N", help="lengths of the cache")
+    group.add_argument(
+        "--attn-kernel",
+        dest="attn_kernel_enabled",
+        action="store_true",
+        help="the library's attention kernel; on trn1 and inf2 contexts of 4096 tokens did not compile with it",
+    )
+    group.add_argument(
+        "--pad-intermediate",
+        dest="padded_intermediate_size",
+        type=int,
+        metavar="N",
+        help="pad the MLPs with zeros from the checkpoint's intermediate size to N, which --tp must divide",
+    )
     group.add_argument(
         "--windowed-context-encoding-size", type=int, metavar="N", help="encode contexts in windows of N tokens"
     )
@@ -191,6 +206,15 @@ def kv_heads(folder: Path, tp_degree: int) -> str:
     )
 
 
+def say_what_may_not_work(folder: Path, settings: Settings) -> None:
+    """A line for each thing that a trn1 or inf2 may not do with these settings."""
+    config = read_config(folder)
+    for note in notes_on_attention(config, settings.checked(config)):
+        print(f"warning: {note}")
+    if settings.is_prefix_caching and (installed_release() or "").startswith("0.8."):
+        print("warning: is_prefix_caching with SDK 2.28 ended in NCC_ITEN404 in a public report (aws-neuron-sdk #1304)")
+
+
 def lower(args: argparse.Namespace, settings: Settings) -> None:
     """`--device hlo`: the weights are not needed, and those of the default model are not downloaded."""
     sys.path.append(str(Path(__file__).resolve().parents[1] / "contrib"))
@@ -203,6 +227,7 @@ def lower(args: argparse.Namespace, settings: Settings) -> None:
         else:
             folder, name, _ = locate_model(args.model, args.revision)
         output = args.output or Path("artifacts") / f"{Path(name).name}-tp{args.tp}-hlo"
+        say_what_may_not_work(folder, settings)
         print(report.text(report.lower_checkpoint(folder, output, settings, args.nxd_source)))
     print(f"\n{output}: the graphs, {report.REPORT} and report.txt")
 
@@ -229,6 +254,7 @@ def compile_and_report(args: argparse.Namespace, settings: Settings) -> None:
         weight_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
         for warning in check_device(args.tp, weight_bytes, output):
             print(f"warning: {warning}")
+        say_what_may_not_work(folder, settings)
     else:
         print("This is the CPU runtime: CPU graphs, not a device's.")
         common.quiet()

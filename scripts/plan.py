@@ -44,6 +44,7 @@ def parse_args() -> argparse.Namespace:
     shape.add_argument("--seq-len", type=int, metavar="N", default=Settings.seq_len, help="default: %(default)s")
     shape.add_argument("--batch-size", type=int, metavar="N", default=Settings.batch_size, help="default: %(default)s")
     shape.add_argument("--dtype", default=Settings.torch_dtype, help="default: %(default)s")
+    shape.add_argument("--pad-intermediate", type=int, metavar="N", help="as compile.py's")
     outputs = parser.add_argument_group("what is written")
     outputs.add_argument("--json", action="store_true", help="the same as JSON, in bytes and seconds")
     outputs.add_argument("--plot", type=Path, metavar="FILE.png", help="draw which context fits with which batch")
@@ -64,6 +65,7 @@ def as_dict(estimate: Estimate, instance: str) -> dict:
         "kv_cache": estimate.kv_cache,
         "logits": estimate.logits,
         "total": estimate.total,
+        "scores_at_most": estimate.scores(estimate.context_length or estimate.seq_len),
         "fits": estimate.room >= 0,
         "largest_batch": estimate.largest_batch(estimate.seq_len),
         "largest_seq_len": estimate.largest_seq_len(estimate.batch_size),
@@ -90,6 +92,7 @@ LINES = (
     ("KV cache", lambda plan: gigabytes(plan["kv_cache"])),
     ("logits", lambda plan: gigabytes(plan["logits"])),
     ("total", lambda plan: gigabytes(plan["total"]) + ("" if plan["fits"] else "  DOES NOT FIT")),
+    ("scores of a prompt that long, at most", lambda plan: gigabytes(plan["scores_at_most"])),
     ("largest batch at this seq_len", lambda plan: str(plan["largest_batch"])),
     ("largest seq_len at this batch", lambda plan: str(plan["largest_seq_len"])),
     ("read per decode step", lambda plan: gigabytes(plan["decode_bytes"])),
@@ -158,8 +161,11 @@ def estimates_for(args: argparse.Namespace) -> list[Estimate]:
         raise SmolLM3Error(f"dtype is {args.dtype!r}, allowed is one of {', '.join(MODEL_DTYPES)}")
     estimates = []
     for tp_degree in (args.tp,) if args.tp is not None else INSTANCES[args.instance].tp_degrees:
-        settings = Settings(tp_degree, args.batch_size, args.seq_len, None, args.dtype).checked(config)
-        estimates.append(Estimate(config, tp_degree, settings.seq_len, settings.batch_size, settings.torch_dtype))
+        settings = Settings(
+            tp_degree, args.batch_size, args.seq_len, None, args.dtype, padded_intermediate_size=args.pad_intermediate
+        ).checked(config)
+        sizes = settings.seq_len, settings.batch_size, settings.torch_dtype
+        estimates.append(Estimate(config.padded(settings), tp_degree, *sizes))
     return estimates
 
 
@@ -185,6 +191,7 @@ def main() -> None:
         plot(estimates, args.plot)
     if args.json:
         settings = {"seq_len": args.seq_len, "batch_size": args.batch_size, "torch_dtype": args.dtype}
+        settings["padded_intermediate_size"] = args.pad_intermediate
         content = {"instance": args.instance, **asdict(INSTANCES[args.instance]), "settings": settings, "plans": plans}
         print(json.dumps({**content, "expected_from": [asdict(figure) for figure in FIGURES]}, indent=2))
     else:

@@ -1,5 +1,7 @@
 """The preflight's rules, on what the machine's tools would print. No device is here."""
 
+import re
+
 import pytest
 
 from smollm3_neuron.errors import SmolLM3Error
@@ -36,21 +38,37 @@ def test_visible_cores_that_are_no_list():
         preflight.visible_cores({"NEURON_RT_VISIBLE_CORES": "all"})
 
 
-@pytest.mark.parametrize("version", ["0.7.14366", "0.8.16251+f3ca5575", "0.9.1"])
+@pytest.mark.parametrize("version", ["0.7.14366", "0.8.16251+f3ca5575", "0.9.1", "0.10.18399+a1b2c3"])
 def test_releases_that_were_checked(version):
     preflight.check_nxdi(version)
 
 
-@pytest.mark.parametrize("version", ["0.6.10598", "0.10.2", "1.0"])
+@pytest.mark.parametrize("version", ["0.6.10598", "0.11.2", "1.0"])
 def test_other_releases(version):
-    with pytest.raises(SmolLM3Error, match=f"NxD Inference {version} is installed, supported are 0.7, 0.8, 0.9"):
+    with pytest.raises(
+        SmolLM3Error,
+        match=f"NxD Inference {version} is installed, supported are 0.7, 0.8, 0.9, 0.10: use SDK 2.31 or 2.28",
+    ):
         preflight.check_nxdi(version)
+
+
+def installed(monkeypatch, **versions):
+    """These packages, and NxD Inference of SDK 2.28."""
+    versions = {"neuronx-distributed-inference": "0.8.16251", **versions}
+
+    def version(package):
+        if package not in versions:
+            raise preflight.importlib.metadata.PackageNotFoundError(package)
+        return versions[package]
+
+    monkeypatch.setattr(preflight.importlib.metadata, "version", version)
 
 
 @pytest.fixture
 def machine(monkeypatch):
     """A trn1.2xlarge with SDK 2.28, as far as the preflight sees it."""
-    monkeypatch.setattr(preflight.importlib.metadata, "version", lambda package: "0.8.16251")
+    installed(monkeypatch)
+    monkeypatch.setattr(preflight.shutil, "which", lambda command: f"/opt/{command}")
     monkeypatch.setattr(preflight, "instance_type", lambda: "trn1.2xlarge")
     monkeypatch.setattr(preflight, "_neuron_ls", lambda: TRN1_2XLARGE)
     monkeypatch.setattr(preflight, "available_memory", lambda: 30 * preflight.GiB)
@@ -62,6 +80,34 @@ def machine(monkeypatch):
 
 def test_a_ready_machine_has_nothing_to_say(machine, tmp_path):
     assert preflight.check_device(2, 6 * preflight.GiB, tmp_path / "artifact") == []
+
+
+def test_software_that_was_reported_to_go_wrong(machine, tmp_path):
+    machine.setattr(preflight.shutil, "which", lambda command: None)
+    (line,) = preflight.check_device(2, 6 * preflight.GiB, tmp_path / "artifact")
+    assert line.startswith("libneuronpjrt-path is not on PATH")
+    machine.setattr(preflight.shutil, "which", lambda command: command)
+    installed(machine, vllm="0.13.0")
+    assert preflight.check_device(2, 6 * preflight.GiB, tmp_path / "artifact") == []
+    installed(machine, **{"vllm": "0.13.0", "optimum-neuron": "0.4.1"})
+    (line,) = preflight.check_device(2, 6 * preflight.GiB, tmp_path / "artifact")
+    assert "optimum-neuron is installed beside vLLM" in line and "Only one platform plugin" in line
+
+
+@pytest.mark.parametrize("version", ["0.21.0", "0.24.1+neuron", "1.0.0"])
+def test_images_of_a_native_vllm_are_refused(version, machine):
+    installed(machine, vllm=version)
+    for device in ("auto", "neuron"):
+        with pytest.raises(SmolLM3Error, match=f"vLLM {re.escape(version)} is installed.*does not run on trn1.2xlarge"):
+            preflight.choose_place(device)
+    machine.setattr(preflight, "instance_type", lambda: "trn2.48xlarge")
+    assert preflight.choose_place("auto") == "cpu"
+
+
+def test_other_vllms_are_not(machine):
+    for version in ("0.11.0", "0.13.0", "0.16.0+neuron", "0.20.9"):
+        installed(machine, vllm=version)
+        assert preflight.choose_place("auto") == "cpu"
 
 
 def test_too_few_cores(machine, tmp_path):

@@ -29,6 +29,7 @@ PART = (
     "src/weights/digests.py",
     "src/weights/lazy_rows.py",
     "src/generate/__init__.py",
+    "src/generate/blocks.py",
     "src/generate/generation.py",
     "src/check/__init__.py",
     "src/check/reference.py",

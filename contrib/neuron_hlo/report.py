@@ -105,7 +105,7 @@ def _lower(python: str, sources: list[str] | None, folder: Path, settings: Setti
 
 def _graphs(facts: dict[str, Any], config: CheckpointConfig, settings: Settings) -> dict[str, dict[str, Any]]:
     of = Estimate(
-        config,
+        config.padded(settings),
         settings.tp_degree,
         settings.seq_len,
         settings.batch_size,

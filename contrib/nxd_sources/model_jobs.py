@@ -1,6 +1,6 @@
 """What is done with the model, whichever library stands behind its imports.
 
-A job is a dict: "name", "kind" (`generate`, `serve`, `share`, `cost` or `shard`), "checkpoint", "neuron"
+A job is a dict: "name", "kind" (`generate`, `answer`, `serve`, `share`, `cost` or `shard`), "checkpoint", "neuron"
 (NeuronConfig's keywords), and for generate: "prompts" (token ids; they go in batches of the config's batch_size, right
 padded), "new_tokens", and optionally "sampling_params" (top_k, top_p, temperature per row), "adapter_ids" (per row),
 "barred" (tokens never chosen), "forced" (per prompt the tokens to feed instead of the model's own choice), "logits"
@@ -84,6 +84,15 @@ def generate(model_cls, job, rank, out, make_ready):
             Path(out) / f"{job['name']}.npz", **{str(index): of_prompt for index, of_prompt in enumerate(logits)}
         )
     return {"tokens": tokens}
+
+
+def answer(model_cls, job, rank, out, make_ready):
+    """This project's own `generate`, which chooses on the host."""
+    from smollm3_neuron.generate.generation import generate
+
+    model = build(model_cls, job)
+    make_ready(model)
+    return {"tokens": [row.tokens for row in generate(model, job["prompts"], job["new_tokens"])]}
 
 
 def serve(model_cls, job, rank, out, make_ready):

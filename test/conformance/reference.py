@@ -35,6 +35,7 @@ RANDOM = {
         }
     },
     "long": {"max_position_embeddings": 1024},
+    "8192-positions": {"max_position_embeddings": 8192},
     "one-token": {},  # prompted with one, which the library would read at its padding
     "window": {"use_sliding_window": True, "sliding_window": 16},  # on the NoPE layer
     "window-listed": {

@@ -11,10 +11,14 @@ from extract_api import (
     LIBRARY,
     NXD_CPU,
     PACKAGE,
+    classes_of,
+    imports_of,
+    library_calls,
     library_imports,
     load,
     members,
     modules_in,
+    parameters,
     parse,
     read,
     signature,
@@ -35,17 +39,6 @@ def look_up(release, module, name):
     if text is not None and text.startswith("@"):
         return text
     return API[release].get(module, {}).get(name) if member else text
-
-
-def parameters(text):
-    """("static" or the like, [(name, default)], has **) of a signature."""
-    kind, _, arguments = text.partition("(")
-    arguments = ast.parse(f"def f({arguments}: pass").body[0].args
-    positional = arguments.posonlyargs + arguments.args
-    defaults = [None] * (len(positional) - len(arguments.defaults)) + arguments.defaults + arguments.kw_defaults
-    named = [(a.arg, d and ast.unparse(d)) for a, d in zip(positional + arguments.kwonlyargs, defaults)]
-    starred = [(f"{stars}{a.arg}", None) for stars, a in (("*", arguments.vararg), ("**", arguments.kwarg)) if a]
-    return kind, named + starred
 
 
 def difference(ours, real):
@@ -105,32 +98,6 @@ def test_nxd_cpu_is_a_part_of_the_library(module):
 PACKAGE_FILES = sorted(file for file in PACKAGE.rglob("*.py") if any(library_imports(ast.walk(parse(file)))))
 over_package = pytest.mark.parametrize("file", PACKAGE_FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
 over_releases = pytest.mark.parametrize("release", RELEASES)
-
-
-def imports_of(file):
-    return {local: (module, name) for local, module, name in library_imports(ast.walk(parse(file)))}
-
-
-def classes_of(file):
-    """(class, the library's classes that it is derived from)."""
-    imported = imports_of(file)
-    classes = [node for node in ast.walk(parse(file)) if isinstance(node, ast.ClassDef)]
-    return [(cls, [imported[b] for b in map(ast.unparse, cls.bases) if b in imported]) for cls in classes]
-
-
-def library_calls(file):
-    """((module, name of the callable), its keywords, line) of the calls that can be told from the text."""
-    imported = imports_of(file)
-    for call in (node for node in ast.walk(parse(file)) if isinstance(node, ast.Call)):
-        if isinstance(call.func, ast.Name) and call.func.id in imported:
-            yield imported[call.func.id], call
-        elif isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) in imported:
-            module, name = imported[ast.unparse(call.func.value)]
-            yield (module, f"{name}.{call.func.attr}"), call
-    for cls, bases in classes_of(file):
-        for call in (node for node in ast.walk(cls) if isinstance(node, ast.Call)):
-            if isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) == "super()":
-                yield from (((module, f"{name}.{call.func.attr}"), call) for module, name in bases)
 
 
 @over_releases

@@ -42,11 +42,12 @@ class Feature:
     serve: dict = field(default_factory=dict)  # when the requests come and go, see model_jobs.serve
     sampling_params: list = field(default_factory=list)
     only: tuple = ()  # nothing: every place
+    answer: bool = False  # by this project's generate()
     cached: tuple = ()  # prefix caching: how many tokens of each prompt the cache has already
 
     def job(self, checkpoints):
         neuron = {"tp_degree": 1, "batch_size": 2, "seq_len": 128, **self.neuron}
-        kind = "serve" if self.serve else "share" if self.cached else "generate"
+        kind = "serve" if self.serve else "share" if self.cached else "answer" if self.answer else "generate"
         more = {"sampling_params": self.sampling_params} if self.sampling_params else {}
         return {
             "name": self.name,
@@ -205,6 +206,34 @@ FEATURES = [
             ("buckets", dict(enable_bucketing=True, context_encoding_buckets=[128, 256], prefix_buckets=[128, 256])),
         )
         for tp in (1, 2)
+    ),
+    # what generate() makes of each kind of artifact; the last group has one prompt
+    *(
+        Feature(f"answer-{name}-tp{tp}", {"tp_degree": tp, **neuron}, prompts, checkpoint, only=places, answer=True)
+        for name, neuron, prompts, checkpoint, places in (
+            ("plain", {"batch_size": 2}, REQUESTS, "plain", (CPU, *SOURCES)),
+            ("continuous-batching", {**CONTINUOUS, "ctx_batch_size": 1}, REQUESTS[1:], "plain", (CPU, *SOURCES)),
+            ("windowed-context", WINDOWED, REQUESTS, "plain", SOURCES),
+            ("prefix-caching", PREFIX_CACHING, [*SHARING, prompt(1, 4)], "long", SOURCES),
+        )
+        for tp in (1, 2)
+    ),
+    # from 4,096 tokens on the library would take its attention kernel
+    Feature(
+        "4096-tokens-tp2",
+        {"tp_degree": 2, "batch_size": 1, "seq_len": 4096},
+        [prompt(4000)],
+        "8192-positions",
+        new_tokens=4,
+    ),
+    Feature(
+        "prefix-caching-4096-tokens-tp2",
+        {**PREFIX_CACHING, "tp_degree": 2, "batch_size": 2, "seq_len": 4096, "pa_num_blocks": 257},
+        [prompt(4000), prompt(3000) + prompt(900, 1)],
+        "8192-positions",
+        new_tokens=4,
+        only=SOURCES,
+        cached=(0, 2976),
     ),
     Feature("window-as-long-as-the-cache", {"seq_len": 16, "batch_size": 1}, [prompt(9)], "window", new_tokens=8),
 ]

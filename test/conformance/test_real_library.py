@@ -29,6 +29,7 @@ TINY_CELLS = [Cell("tiny", tp, fused, batch) for tp in (1, 2, 4, 8) for fused in
 ELSEWHERE = (
     "listed-inverted",
     "one-token",
+    "8192-positions",
     "12-heads-4-kv",
     "long",
     "window",

@@ -39,6 +39,12 @@ class Cell:
     options: dict = field(default_factory=dict, hash=False)
 
     @property
+    def runs(self) -> bool:
+        """Whether it is run, too. The block tables of prefix caching are not made up here (test_features.py runs it), and
+        8,192 tokens take minutes."""
+        return not self.options.get("is_prefix_caching") and self.seq_len <= 4096
+
+    @property
     def name(self) -> str:
         words = [self.checkpoint, f"tp{self.tp}", "fused" if self.fused else "split", self.label, self.dtype]
         return "-".join(word for word in words if word and word != "float32")
@@ -90,6 +96,16 @@ CELLS = [
     Cell("plain", 2, label="async", options={"async_mode": True, **GREEDY}),
     Cell("plain", 2, label="windowed-context", options={"windowed_context_encoding_size": 16}),
     Cell("plain", 2, label="prefix-caching", options=PREFIX_CACHING, seq_len=256),
+    # without attn_kernel_enabled False the library would take a kernel from 4,096 tokens on
+    Cell("8192-positions", 2, batch=1, label="4096-tokens", seq_len=4096),
+    Cell("8192-positions", 2, batch=1, label="8192-tokens", seq_len=8192),
+    Cell(
+        "8192-positions",
+        2,
+        label="prefix-caching-4096-tokens",
+        seq_len=4096,
+        options={**PREFIX_CACHING, "pa_num_blocks": 256},
+    ),
     Cell("plain", 2, label="short-context", options={"max_context_length": 40}),
     Cell("odd-vocabulary", 4),
     Cell("odd-vocabulary", 2, label="sampling", options=GREEDY),
@@ -124,6 +140,7 @@ SHORTENED = {
     "plain-tp3-split-sampling",
     "plain-tp2-split-sequence-parallel",
     "plain-tp2-split-buckets",
+    "8192-positions-tp2-split-4096-tokens",
     "plain-tp2-split-bfloat16",
     "plain-tp2-split-int8",
     "plain-tp3-fused-f8e4m3-channel",
@@ -145,6 +162,8 @@ def missing() -> str | None:
 def prompts_of(cell: Cell) -> list[list[int]]:
     if cell.checkpoint == "one-token":
         return [[11]]
+    if cell.checkpoint == "8192-positions":
+        return [[(7 + 31 * i + i * i) % 255 + 1 for i in range(4000)]]
     if cell.checkpoint == "tiny":
         from reference import tiny_prompts
 

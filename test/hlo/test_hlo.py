@@ -47,10 +47,7 @@ def pytest_generate_tests(metafunc):
     elif "cell" in wanted:
         which = {
             test_bfloat16_is_off_by_no_more_than_transformers: lambda cell: cell.dtype == "bfloat16",
-            # the block tables of prefix caching are not made up here: test_features.py runs it
-            test_tokens_equal_transformers: lambda cell: (
-                cell.dtype != "bfloat16" and not cell.options.get("is_prefix_caching")
-            ),
+            test_tokens_equal_transformers: lambda cell: cell.dtype != "bfloat16" and cell.runs,
             # in windows everything is there once per window, with the window's place as a constant
             test_graphs: lambda cell: "windowed" not in cell.name,
             test_collectives_of_sequence_parallel_are_llamas: lambda cell: "sequence-parallel" in cell.name,
@@ -98,7 +95,7 @@ class Lowered:
         runs = [
             self._run(cell.name, cell, checkpoints[cell.checkpoint])
             for cell in cells
-            if "graphs" in self.facts[cell.name] and not cell.options.get("is_prefix_caching")
+            if "graphs" in self.facts[cell.name] and cell.runs
         ]
         runs += [self._run(twin, TWIN, None) for twin in ("WrongSchedule", "SwappedKeysAndValues") if twin in twins]
         self.results = lowering.run(runs, out)

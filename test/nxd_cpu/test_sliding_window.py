@@ -38,7 +38,6 @@ def test_a_sliding_layer_has_a_cache_as_long_as_its_window():
 def test_a_window_as_long_as_the_cache_is_none():
     app = build(window=128)
     assert {cache.shape[2] for cache in app.token_generation_model._build(128).kv_mgr.past_key_values} == {128}
-    assert app.config.neuron_config.attn_kernel_enabled is None
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 It is a Llama with three differences: layers whose `no_rope_layers` flag is 0 apply no rotary embedding (NoPE), the
 embeddings are tied, and KV heads that a TP degree cannot shard are expanded beforehand (model/heads.py). It is written
-against NxD Inference 0.7 to 0.9; its reference is transformers' `SmolLM3ForCausalLM`.
+against NxD Inference 0.7 to 0.9 and the interfaces of 0.10; its reference is transformers' `SmolLM3ForCausalLM`.
 """
 
 import dataclasses
@@ -10,6 +10,11 @@ import logging
 import os
 
 import torch
+
+from .model.interfaces import check_installed
+
+check_installed()  # before anything of an unknown release is imported, or fails to be
+
 from neuronx_distributed.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding
 from neuronx_distributed.utils import cpu_mode
 from neuronx_distributed_inference.models.config import InferenceConfig, NeuronConfig
@@ -26,7 +31,7 @@ from .errors import SmolLM3Error
 from .model.config import REQUIRED, CheckpointConfig, resolve_config
 from .model.releases import installed_release
 from .model.rope import ScaledRotaryEmbedding
-from .model.switches import check_encoding, check_keywords, check_switches
+from .model.switches import check_encoding, check_keywords, check_switches, choose_attention_kernel
 from .model.windows import SlidingWindowKVCacheManager, check_sliding_window, layer_windows
 from .weights import checkpoint
 from .weights.quantization import check_quantization
@@ -72,25 +77,28 @@ class SmolLM3InferenceConfig(InferenceConfig):
         # load_pretrained_config sets it, and the library would prefer it to the path that it is given
         self.__dict__.pop("_name_or_path", None)
         fields = dict(vars(self))
-        if "source_num_key_value_heads" in fields:  # a saved config, where num_key_value_heads may be expanded
+        if "source_num_key_value_heads" in fields:  # a saved config, which may be expanded and padded
             fields["num_key_value_heads"] = fields["source_num_key_value_heads"]
+            fields["intermediate_size"] = fields["source_intermediate_size"]
         checkpoint_config = resolve_config(fields)
-        vars(self).update(vars(checkpoint_config))
+        vars(self).update(vars(checkpoint_config.padded(self.neuron_config)))
         self.__dict__.pop("rope_parameters", None)
-        if any(layer_windows(self)) and self.neuron_config.attn_kernel_enabled is None:
-            self.neuron_config.attn_kernel_enabled = False  # the library's choice takes a kernel that trn1 has not
+        choose_attention_kernel(self.neuron_config, any(layer_windows(self)))
         plan = checkpoint_config.plan(self.neuron_config.tp_degree)
         self.source_num_key_value_heads = plan.num_key_value_heads
+        self.source_intermediate_size = checkpoint_config.intermediate_size
         self.num_key_value_heads = plan.num_key_value_heads * plan.kv_expansion
 
     @property
     def checkpoint_config(self) -> CheckpointConfig:
-        """Returns the checkpoint's own config: `num_key_value_heads` of this one may be expanded.
+        """Returns the checkpoint's own config: this one's heads may be expanded and its intermediate size padded.
 
         It is a property because every attribute of an instance is saved, and comes back as a keyword argument.
         """
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(CheckpointConfig)}
-        return CheckpointConfig(**{**fields, "num_key_value_heads": self.source_num_key_value_heads})
+        fields["num_key_value_heads"] = self.source_num_key_value_heads
+        fields["intermediate_size"] = self.source_intermediate_size
+        return CheckpointConfig(**fields)
 
     def validate_config(self):
         super().validate_config()

@@ -50,6 +50,7 @@ HONOURED: dict[str, Any] = dict(
     attn_block_tkg_nki_kernel_disable_gpsimd_sb2sb=False,
     apply_seq_ids_mask=False,
     on_device_sampling_config=None,
+    padded_intermediate_size=None,
 )
 
 # What it leaves out: an application refuses those that are set to something else.
@@ -119,5 +120,4 @@ UNSUPPORTED: dict[str, Any] = dict(
     expert_mlp_nki_kernel_enabled=None,
     shared_mlp_nki_kernel_enabled=None,
     padded_hidden_size=None,
-    padded_intermediate_size=None,
 )

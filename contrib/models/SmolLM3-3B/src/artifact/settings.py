@@ -36,7 +36,9 @@ class Settings:
     vocab_parallel: bool = False
     sequence_parallel_enabled: bool = False
     async_mode: bool = False
+    attn_kernel_enabled: bool = False  # trn1 and inf2 have none that compiles, see model/switches.py
     windowed_context_encoding_size: int | None = None
+    padded_intermediate_size: int | None = None  # MLPs padded with zeros up to it; None: as the checkpoint has them
     is_prefix_caching: bool = False  # with the block KV layout
     pa_block_size: int | None = None  # None: 32 with prefix caching
     pa_num_blocks: int | None = None  # None: enough for batch_size requests of seq_len
@@ -51,6 +53,7 @@ class Settings:
         Raises SmolLM3Error where they cannot run.
         """
         config.plan(self.tp_degree)  # raises SmolLM3Error for a degree that is not possible
+        config.padded(self)  # and for a size
         if self.torch_dtype not in MODEL_DTYPES:
             raise SmolLM3Error(f"dtype is {self.torch_dtype!r}, allowed is one of {', '.join(MODEL_DTYPES)}")
         max_context_length = self.seq_len if self.max_context_length is None else self.max_context_length
@@ -108,6 +111,14 @@ class Settings:
                     f"on_device_sampling_config has {name} {value!r}, allowed are {', '.join(SAMPLING)}: the first "
                     "three true or false, the rest numbers, top_p up to 1"
                 )
+
+    def context_lengths(self) -> list[int]:
+        """Returns the lengths of the context encoding graphs, rising; of checked settings."""
+        longest = self.max_context_length
+        if not self.enable_bucketing:
+            return [longest]
+        powers = [2**power for power in range(7, round(math.log2(longest)))]  # as the library rounds
+        return self.context_encoding_buckets or [*powers, longest]
 
     def _checked_blocks(self) -> tuple[int | None, int | None]:
         """Returns pa_block_size and pa_num_blocks, complete; None for both without prefix caching."""

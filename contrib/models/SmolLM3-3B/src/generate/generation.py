@@ -6,6 +6,7 @@ the tokens that it gets alone.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import torch
 from transformers.generation.logits_process import (
@@ -16,6 +17,7 @@ from transformers.generation.logits_process import (
 )
 
 from ..errors import SmolLM3Error
+from .blocks import BlockTables
 
 
 class NotANumber(RuntimeError):
@@ -190,15 +192,20 @@ def _generate_group(
     keep_logits: bool,
 ) -> None:
     """Fills `results` for prompts that fit into one batch of the model; see `generate`."""
-    seq_len = model.config.neuron_config.seq_len
-    on_device_sampling_config = getattr(model.config.neuron_config, "on_device_sampling_config", None)
+    neuron_config = model.config.neuron_config
+    seq_len = neuron_config.seq_len
+    on_device_sampling_config = getattr(neuron_config, "on_device_sampling_config", None)
     if on_device_sampling_config:
         choose, sampling_inputs = _on_device(on_device_sampling_config, sampling, len(prompts), suppress_tokens)
     else:
         choose, sampling_inputs = _Chooser(sampling, len(prompts), suppress_tokens), {}
     limits = [min(max_new_tokens, len(row)) for row in forced] if forced else [max_new_tokens] * len(prompts)
+    tables = BlockTables(neuron_config, prompts, limits) if neuron_config.is_prefix_caching else None
     model.reset()
-    output = model(**prefill_inputs(prompts, pad_token_id), **sampling_inputs)
+    if tables:
+        output = _encode_one_by_one(model, tables, sampling_inputs)
+    else:
+        output = model(**prefill_inputs(prompts, pad_token_id), **sampling_inputs)
     while True:
         logits = output.logits[:, -1].float().clone() if keep_logits else None  # `choose` suppresses tokens in place
         tokens, margins = choose(prompts, results, output)
@@ -219,7 +226,22 @@ def _generate_group(
         last_tokens = [row[len(result.tokens) - 1] for row, result in zip(fed, results)]
         # a finished row goes on in its last place, where it writes over its own last token
         positions = [min(len(prompt) + len(result.tokens) - 1, seq_len - 1) for prompt, result in zip(prompts, results)]
-        output = model(**decode_inputs(last_tokens, positions), **sampling_inputs)
+        inputs = decode_inputs(last_tokens, positions)
+        block_inputs = tables.step(inputs["position_ids"]) if tables else {}
+        output = model(**inputs, **block_inputs, **sampling_inputs)
+
+
+def _encode_one_by_one(model, tables: BlockTables, sampling_inputs: dict[str, torch.Tensor]) -> SimpleNamespace:
+    """Returns the outputs of all prompts, one below the other; `sampling_inputs` has a row for each."""
+    outputs = [
+        model(**tables.prompt(row), **{name: value[row : row + 1] for name, value in sampling_inputs.items()})
+        for row in range(len(tables.prompts))
+    ]
+    joined = SimpleNamespace(logits=None, tokens=None)
+    for name in vars(joined):
+        if torch.is_tensor(getattr(outputs[0], name, None)):
+            setattr(joined, name, torch.cat([getattr(output, name) for output in outputs]))
+    return joined
 
 
 def _on_device(on_device_sampling_config, sampling: Sampling, batch_size: int, suppress_tokens: Sequence[int]):

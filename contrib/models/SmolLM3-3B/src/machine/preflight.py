@@ -6,6 +6,7 @@ The rules are AWS's documents'; nothing here ever ran on a device.
 import importlib.metadata
 import json
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -15,6 +16,7 @@ from ..model.releases import check_nxdi
 from .roofline import INSTANCES, check_tp_degree
 from .runtime import ensure_neuronx
 
+FIRST_NATIVE_VLLM = (0, 21)
 DEVICES = ("auto", "neuron", "cpu")
 GiB = 1 << 30
 
@@ -26,6 +28,8 @@ def choose_place(device: str) -> str:
     """
     if device not in DEVICES:
         raise SmolLM3Error(f"device is {device!r}, allowed is one of {', '.join(DEVICES)}")
+    if device != "cpu":
+        _check_vllm()
     runtime = ensure_neuronx()
     if device == "cpu" and runtime == "neuron":
         raise SmolLM3Error(
@@ -57,6 +61,7 @@ def check_device(tp_degree: int, weight_bytes: int, output: Path) -> list[str]:
     else:
         warnings.append(f"instance type {instance or 'unknown'}: which TP degrees its runtime takes is not known here")
     check_nxdi(importlib.metadata.version("neuronx-distributed-inference"))
+    warnings += _doubts_of_software()
     devices = _neuron_ls()
     if devices is None:
         warnings.append("neuron-ls is not there or failed: NeuronCores were not checked")
@@ -79,6 +84,41 @@ def check_device(tp_degree: int, weight_bytes: int, output: Path) -> list[str]:
             f"{memory / GiB:.1f} GiB of memory are available, sharding may take {needed / GiB:.1f} GiB: add swap"
         )
     return warnings
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _check_vllm() -> None:
+    """Raises SmolLM3Error for a vLLM whose own plugin drives Neuron: its images have no NxD Inference."""
+    vllm, here = _version("vllm"), instance_type() or ""
+    if vllm is None or not here.startswith(("trn1", "inf2")):
+        return
+    if tuple(int(part) for part in re.findall(r"\d+", vllm)[:2]) >= FIRST_NATIVE_VLLM:
+        raise SmolLM3Error(
+            f"vLLM {vllm} is installed: images of vLLM 0.21 and later have no NxD Inference, and their own plugin does "
+            f"not run on {here} (NeuronCore-v2); use the image of SDK 2.31 (vLLM 0.16) or of SDK 2.28 (vLLM 0.13)"
+        )
+
+
+def _doubts_of_software() -> list[str]:
+    """Returns a line for each thing that was reported to go wrong and shows in the environment."""
+    doubts = []
+    if shutil.which("libneuronpjrt-path") is None:
+        doubts.append(
+            "libneuronpjrt-path is not on PATH, where torch_neuronx looks for it: activate the SDK's environment "
+            "(shells of cron and of Systems Manager have not)"
+        )
+    if _version("vllm") and _version("optimum-neuron"):
+        doubts.append(
+            "optimum-neuron is installed beside vLLM: a server may end with 'Only one platform plugin can be "
+            "activated'; uninstall optimum-neuron from this environment to serve"
+        )
+    return doubts
 
 
 def instance_type() -> str | None:

@@ -38,7 +38,7 @@ INSTANCES = {
     "inf2.xlarge": Instance(2, 16, (1, 2)),
     "inf2.8xlarge": Instance(2, 128, (1, 2)),
     "inf2.24xlarge": Instance(12, 384, (1, 2, 4, 8)),
-    "inf2.48xlarge": Instance(24, 768, (1, 2, 4, 8, 24)),
+    "inf2.48xlarge": Instance(24, 768, (1, 2, 4, 8, 16, 24)),
 }
 
 
@@ -65,6 +65,8 @@ class Estimate:
     dtype: str = "bfloat16"
     context_length: int | None = None
     """The tokens of a prompt; None stands for seq_len."""
+    window: int | None = None
+    """windowed_context_encoding_size; None: a prompt is encoded whole."""
 
     @property
     def plan(self) -> ShardingPlan:
@@ -119,6 +121,13 @@ class Estimate:
     def logits(self) -> int:
         """Bytes of one step's logits: float32, and gathered, so that every core holds the whole vocabulary."""
         return 4 * padded(self.config.vocab_size, self.tp_degree) * self.batch_size
+
+    def scores(self, context_length: int) -> int:
+        """Bytes of one layer's scores for one prompt, float32, without the attention kernel.
+
+        An upper figure: the compiler may hold less of them at a time.
+        """
+        return self.plan.attention_heads_per_rank * (self.window or context_length) * context_length * 4
 
     @property
     def total(self) -> int:

@@ -7,7 +7,7 @@ then compute wrongly, is an error here that names the field, the value and what 
 import json
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +87,22 @@ class CheckpointConfig:
         if scaling is None:
             return positions
         return max(positions, int(scaling["factor"] * scaling.get("original_max_position_embeddings", positions)))
+
+    def padded(self, neuron_config: Any) -> "CheckpointConfig":
+        """Returns this config with the intermediate size that the MLPs are padded to.
+
+        `neuron_config` is a NeuronConfig or an artifact's Settings; it is the checkpoint's own size where their
+        `padded_intermediate_size` is None. Raises SmolLM3Error for a size that is not possible.
+        """
+        size, tp_degree = neuron_config.padded_intermediate_size, neuron_config.tp_degree
+        if size is None:
+            return self
+        if type(size) is not int or size < self.intermediate_size or size % tp_degree:
+            raise SmolLM3Error(
+                f"padded_intermediate_size is {size!r}, allowed is a multiple of tp_degree, {tp_degree}, of at least "
+                f"intermediate_size, {self.intermediate_size}"
+            )
+        return replace(self, intermediate_size=size)
 
     def plan(self, tp_degree: int) -> ShardingPlan:
         """Lays the heads out over `tp_degree` ranks. Raises SmolLM3Error for a degree that is not possible."""

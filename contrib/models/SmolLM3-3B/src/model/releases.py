@@ -4,7 +4,9 @@ import importlib.metadata
 
 from ..errors import SmolLM3Error
 
-SUPPORTED_NXDI = ("0.7", "0.8", "0.9")  # SDK 2.27, 2.28 (the one to be on with trn1 and inf2), 2.29
+CHECKED = ("0.7", "0.8", "0.9")  # SDK 2.27, 2.28 and 2.29, on their public sources
+BY_INTERFACES = {"0.10": "0.9"}  # SDK 2.31, which has none; what holds for the other holds for it, see interfaces.py
+SUPPORTED_NXDI = (*CHECKED, *BY_INTERFACES)
 
 
 def installed_release() -> str | None:
@@ -15,10 +17,15 @@ def installed_release() -> str | None:
         return None
 
 
+def minor(version: str) -> str:
+    """Returns the first two numbers of a version."""
+    return ".".join(version.split(".")[:2])
+
+
 def check_nxdi(version: str) -> None:
-    """Raises SmolLM3Error for a version of NxD Inference that this package was not checked against."""
-    if ".".join(version.split(".")[:2]) not in SUPPORTED_NXDI:
+    """Raises SmolLM3Error for a version of NxD Inference that this package does not support."""
+    if minor(version) not in SUPPORTED_NXDI:
         raise SmolLM3Error(
-            f"NxD Inference {version} is installed, supported are {', '.join(SUPPORTED_NXDI)}: use SDK 2.28 on trn1 "
-            "and inf2"
+            f"NxD Inference {version} is installed, supported are {', '.join(SUPPORTED_NXDI)}: use SDK 2.31 or 2.28 on "
+            "trn1 and inf2"
         )

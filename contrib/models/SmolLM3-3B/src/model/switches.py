@@ -5,16 +5,23 @@ A switch that is not in the table was read or run and is right, or the library i
 """
 
 import difflib
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import SmolLM3Error
-from .releases import SUPPORTED_NXDI
+from .releases import BY_INTERFACES, CHECKED, minor
 
+logger = logging.getLogger("Neuron")
 NEEDS_V3 = "its kernel needs NeuronCore v3, trn1 and inf2 have v2"
 NO_SPECULATION = "speculative decoding was never checked with this model"
 SILU_KERNELS = ("mlp_kernel_enabled", "mlp_tkg_nki_kernel_enabled", "quantized_mlp_kernel_enabled")
+# Reports of the same fault: pages and repositories in docs/device_facts.md.
+KERNEL_REPORTS = (
+    "attn_kernel_enabled is on, but on trn1 and inf2 its kernel ended neuronx-cc in public reports of 2026 "
+    "(NCC_INLA001, checkDMATranspose, contexts of 4096 tokens and more; neuronx-cc 2.24 and 2.26), and compiled without it"
+)
 RESIDUAL = "the decoder layer adds its residuals itself, so they would be missing or added twice"
 
 
@@ -24,7 +31,7 @@ class Refusal:
 
     name: str
     reason: str
-    releases: tuple[str, ...] = SUPPORTED_NXDI
+    releases: tuple[str, ...] = CHECKED
     only_with_nope: bool = False
 
 
@@ -70,6 +77,19 @@ def check_keywords(given: Mapping[str, Any], neuron_config: Any) -> None:
             )
 
 
+def choose_attention_kernel(neuron_config: Any, has_windows: bool) -> None:
+    """Sets `attn_kernel_enabled` where it is None, and warns where it is on and a logical core is one physical core.
+
+    None is the library's choice: a kernel from 4,096 tokens on, which does not compile on NeuronCore v2 (trn1, inf2), and
+    with a sliding window one that trn1 has not.
+    """
+    is_v2 = int(neuron_config.logical_nc_config) == 1
+    if neuron_config.attn_kernel_enabled is None and (is_v2 or has_windows):
+        neuron_config.attn_kernel_enabled = False
+    elif neuron_config.attn_kernel_enabled and is_v2:
+        logger.warning(KERNEL_REPORTS)
+
+
 def check_switches(neuron_config: Any, no_rope_layers: Sequence[int], hidden_act: str, release: str | None) -> None:
     """Raises SmolLM3Error where a switch would run wrong.
 
@@ -86,10 +106,11 @@ def check_switches(neuron_config: Any, no_rope_layers: Sequence[int], hidden_act
             raise SmolLM3Error(
                 f"{name} is on, but its kernel computes silu and hidden_act is {hidden_act!r}; leave it out"
             )
-    minor = ".".join((release or "").split(".")[:2])
+    sources = minor(release or "")
+    sources = BY_INTERFACES.get(sources, sources)
     for refusal in REFUSED:
         value = getattr(neuron_config, refusal.name, None)
-        applies = minor not in SUPPORTED_NXDI or minor in refusal.releases
+        applies = sources not in CHECKED or sources in refusal.releases
         if value and applies and not (refusal.only_with_nope and all(no_rope_layers)):
             raise SmolLM3Error(f"{refusal.name} is {value!r}, but {refusal.reason}; leave it out")
 

@@ -39,7 +39,11 @@ def add_model(table) -> None:
     except SmolLM3Error as error:
         logger.error("SmolLM3 is not registered: %s", error)
         return
-    from ..modeling_smollm3_3b import NeuronSmolLM3ForCausalLM, SmolLM3InferenceConfig
+    try:  # it compares what it uses with a release that has no public sources
+        from ..modeling_smollm3_3b import NeuronSmolLM3ForCausalLM, SmolLM3InferenceConfig
+    except SmolLM3Error as error:
+        logger.error("SmolLM3 is not registered: %s", error)
+        return
     from .serving import check_folder
 
     SmolLM3InferenceConfig.further_checks = (check_folder,)

@@ -19,6 +19,7 @@ from ..model.config import INSTEAD, CheckpointConfig, check_format
 from ..model.dtypes import DTYPES, MODEL_DTYPES
 from ..model.heads import ShardingPlan, padded
 from .files import INDEX_FILE, PREFIX, SINGLE_FILE
+from .lazy_rows import least_scale, pad_with_zeros
 from .projections import PROJECTIONS, QKV
 from .quantization import quantized_linears
 
@@ -143,10 +144,8 @@ def to_neuron_state_dict(
             linear = f"{layer}.{projection.name}"
             if projection.out_features == "key_value_size" and plan.kv_expansion > 1:
                 expand_kv_heads(state_dict, linear, plan)
-            if projection.out_features == "intermediate_size" and config.mlp_bias:
-                # the library pads the weight beside it and not the bias
-                bias, size = state_dict[f"{linear}.bias"], config.intermediate_size
-                state_dict[f"{linear}.bias"] = torch.nn.functional.pad(bias, (0, padded(size, tp_degree) - size))
+            if projection.cut_features == "intermediate_size":
+                pad_mlp(state_dict, linear, projection.cut_dim, config, neuron_config)
         if neuron_config.fused_qkv:
             fuse_qkv(state_dict, layer)
         # one tensor per key: safetensors refuses names that share memory
@@ -164,6 +163,25 @@ def expand_kv_heads(state_dict: dict[str, torch.Tensor], linear: str, plan: Shar
         if tensor is not None and len(tensor) > 1:
             heads = tensor.unflatten(0, (plan.num_key_value_heads, -1))
             state_dict[name] = heads.repeat_interleave(plan.kv_expansion, dim=0).flatten(0, 1)
+
+
+def pad_mlp(
+    state_dict: dict[str, torch.Tensor], linear: str, dim: int, config: CheckpointConfig, neuron_config: Any
+) -> None:
+    """Pads dimension `dim` of a projection of the MLP with zeros to `padded_intermediate_size`.
+
+    Without that the library pads the weight for the ranks, and not the bias beside it: so that is done here. Scales of
+    the padding are the least that the library gives.
+    """
+    size = config.padded(neuron_config).intermediate_size
+    weight = state_dict[f"{linear}.weight"]
+    state_dict[f"{linear}.weight"] = pad_with_zeros(weight, dim, size)
+    scale, bias = state_dict.get(f"{linear}.scale"), state_dict.get(f"{linear}.bias")
+    if dim == 0 and scale is not None and len(scale) > 1:
+        least = least_scale(neuron_config.quantization_dtype, per_channel=True)
+        state_dict[f"{linear}.scale"] = torch.cat([scale, scale.new_full((size - len(scale), *scale.shape[1:]), least)])
+    if dim == 0 and bias is not None:
+        state_dict[f"{linear}.bias"] = pad_with_zeros(bias, 0, padded(size, neuron_config.tp_degree))
 
 
 def fuse_qkv(state_dict: dict[str, torch.Tensor], layer: str) -> None:

@@ -84,7 +84,7 @@ def check_quantization(config: CheckpointConfig, neuron_config: Any) -> None:
                 f"modules_to_not_convert is {neuron_config.modules_to_not_convert}: the library quantizes them all the "
                 f"same with 'per_tensor_symmetric'; {instead}"
             )
-        if config.intermediate_size % neuron_config.tp_degree:
+        if config.padded(neuron_config).intermediate_size % neuron_config.tp_degree:
             raise SmolLM3Error(
                 f"intermediate_size is {config.intermediate_size}, tp_degree {neuron_config.tp_degree} does not divide "
                 f"it, and the library cannot pad it with one scale per tensor; {instead}"

@@ -22,7 +22,8 @@ from ..model.dtypes import DTYPES, QUANTIZATION_DTYPES
 from .adapter import Adapter
 from .checkpoint import check_checkpoint
 from .files import PREFIX, SHARD_FILE
-from .lazy_rows import QuantizedRows
+from .lazy_rows import PaddedRows, QuantizedRows
+from .projections import PROJECTIONS
 from .quantization import is_quantized, quantized_linears, with_scales
 from .rank_layout import Output, Part, rank_outputs
 
@@ -63,7 +64,7 @@ def shard_bytes(config: CheckpointConfig, neuron_config: Any) -> int:
 def _outputs(config: CheckpointConfig, neuron_config: Any, rank: int) -> list[tuple[Output, torch.dtype]]:
     """Lists a rank's tensors with their dtypes in the safetensors library's order: widest dtype first, then by name."""
     outputs = rank_outputs(
-        config,
+        config.padded(neuron_config),
         rank,
         neuron_config.tp_degree,
         fused_qkv=neuron_config.fused_qkv,
@@ -142,7 +143,22 @@ class _Source:
     def _merged(self, name: str, dtype: torch.dtype) -> Any:
         stored_name = self.names[name]
         tensor = self.open[self.files[stored_name]].get_tensor(stored_name)
-        return tensor if self.adapter is None else self.adapter.merged(name, tensor, dtype)
+        if self.adapter is not None:
+            tensor = self.adapter.merged(name, tensor, dtype)
+        return self._padded(name, tensor)
+
+    def _padded(self, name: str, tensor: Any) -> Any:
+        """Pads a tensor of an MLP with zeros to `padded_intermediate_size`; returns any other as it is."""
+        size = self.config.padded(self.neuron_config).intermediate_size
+        if size == self.config.intermediate_size:
+            return tensor
+        for projection in PROJECTIONS:
+            has_size = name.endswith(f"{projection.name}.weight") or (
+                projection.cut_dim == 0 and name.endswith(f"{projection.name}.bias")
+            )
+            if has_size and projection.cut_features == "intermediate_size":
+                return PaddedRows(tensor, projection.cut_dim, size)
+        return tensor
 
 
 def _chunks(tensor: Any, part: Part, dtype: torch.dtype) -> Iterator[torch.Tensor]:

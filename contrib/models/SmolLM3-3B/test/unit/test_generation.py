@@ -16,7 +16,7 @@ class Counter:
         self.config = SimpleNamespace(
             vocab_size=VOCAB,
             neuron_config=SimpleNamespace(
-                batch_size=batch_size, seq_len=seq_len, max_context_length=max_context_length
+                is_prefix_caching=False, batch_size=batch_size, seq_len=seq_len, max_context_length=max_context_length
             ),
         )
 
