@@ -13,7 +13,7 @@ from smollm3_neuron.errors import SmolLM3Error
 from smollm3_neuron.generate import chat
 from smollm3_neuron.machine.locate import tiny_folder
 
-OF_3B = Path(__file__).resolve().parents[1] / "data/smollm3_chat_template.jinja"  # see the README beside it
+OF_3B = Path(__file__).resolve().parents[1] / "data/smollm3_chat_template.jinja"  # see SOURCES.txt beside it
 TODAY = "17 March 2026"
 USER = {"role": "user", "content": "What is 3+4?"}
 SYSTEMS = (
