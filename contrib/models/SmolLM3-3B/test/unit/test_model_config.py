@@ -187,25 +187,29 @@ def test_head_dim_that_is_not_hidden_over_heads():
     assert resolve_config(without(head_dim=72, num_attention_heads=12)).head_dim == 72
 
 
+ORIGINAL = "use the bfloat16 safetensors checkpoint"
+IMPORT = "import it first: python scripts/import_checkpoint.py "
+
+
 @pytest.mark.parametrize(
-    "file, named",
+    "file, named, instead",
     [
-        ("SmolLM3-Q4_K_M.gguf", "SmolLM3-Q4_K_M.gguf is GGUF"),
-        ("flax_model.msgpack", "flax_model.msgpack is Flax"),
-        ("tf_model.h5", "tf_model.h5 is TensorFlow"),
-        ("pytorch_model.bin", "pytorch_model.bin is a PyTorch pickle"),
-        ("quantize_config.json", "quantize_config.json says that it is quantized with 'gptq'"),
-        ("quant_config.json", "quant_config.json says that it is quantized with 'awq'"),
+        ("SmolLM3-Q4_K_M.gguf", "SmolLM3-Q4_K_M.gguf is GGUF", IMPORT),
+        ("flax_model.msgpack", "flax_model.msgpack is Flax", IMPORT),
+        ("tf_model.h5", "tf_model.h5 is TensorFlow", ORIGINAL),
+        ("pytorch_model.bin", "pytorch_model.bin is a PyTorch pickle", ORIGINAL),
+        ("quantize_config.json", "quantize_config.json says that it is quantized with 'gptq'", ORIGINAL),
+        ("quant_config.json", "quant_config.json says that it is quantized with 'awq'", ORIGINAL),
     ],
 )
-def test_other_formats_are_named(tmp_path, file, named):
+def test_other_formats_are_named(tmp_path, file, named, instead):
     (tmp_path / file).write_bytes(b"{}")
     for with_config in (False, True):
         if with_config:
             write(tmp_path, RAW)
         with pytest.raises(SmolLM3Error, match=named) as error:
             read_config(tmp_path)
-        assert "use the bfloat16 safetensors checkpoint" in str(error.value) and "\n" not in str(error.value)
+        assert instead in str(error.value) and "\n" not in str(error.value)
 
 
 def test_another_format_beside_safetensors_does_no_harm(tmp_path):
