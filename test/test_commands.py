@@ -233,21 +233,6 @@ def test_the_same_again_is_recognised_at_once(artifact):
     assert time.perf_counter() - began < 10  # 2 s on a quiet machine
 
 
-def test_plan(tmp_path):
-    plans = json.loads(run("plan", "--instance", "inf2.48xlarge", "--json").stdout)["plans"]
-    assert [plan["tp_degree"] for plan in plans] == [1, 2, 4, 8, 24]
-    done = run("plan", "--plot", tmp_path / "plan.png")
-    assert done.returncode == 0 and (tmp_path / "plan.png").read_bytes()[:4] == b"\x89PNG", done.stderr
-    assert "read per decode step" in done.stdout
-    (expected,) = (line for line in done.stdout.splitlines() if line.startswith("tokens per second, expected"))
-    assert 66 <= float(expected.split()[-1]) <= 71 and "34.4 tokens per second" in done.stdout  # TP 2 is the last
-    assert [plan["tokens_per_second_expected"] for plan in plans[2:]] == [None, None, None]
-    refused(run("plan", "--instance", "p5.48xlarge"), "instance is 'p5.48xlarge'", "trn1.2xlarge")
-    refused(run("plan", "--tp", "4"), "tp_degree is 4, trn1.2xlarge takes 1, 2")
-    refused(run("plan", "--dtype", "int4"), "dtype is 'int4'")
-    refused(run("plan", "--plot", tmp_path / "no/plan.png"), "cannot be written")
-
-
 @pytest.fixture(scope="module")
 def stale(artifact, tmp_path_factory):
     """The artifact with another checkpoint's shard on one rank: its files have the sizes that its manifest names."""
