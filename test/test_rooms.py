@@ -128,9 +128,9 @@ def test_what_the_model_file_loads():
     assert loaded == {
         "", "errors", "modeling_smollm3_3b",
         "model", "model.config", "model.dtypes", "model.heads", "model.releases", "model.rope", "model.switches",
-        "model.windows",
-        "weights", "weights.checkpoint", "weights.files", "weights.projections", "weights.quantization",
-        "weights.rank_layout",
+        "model.interfaces", "model.windows",
+        "weights", "weights.checkpoint", "weights.files", "weights.padding", "weights.projections",
+        "weights.quantization", "weights.rank_layout",
     }  # fmt: skip
 
 

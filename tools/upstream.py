@@ -21,6 +21,7 @@ PART = (
     "src/weights/__init__.py",
     "src/weights/checkpoint.py",
     "src/weights/files.py",
+    "src/weights/padding.py",
     "src/weights/projections.py",
     "src/weights/rank_layout.py",
     "src/weights/quantization.py",

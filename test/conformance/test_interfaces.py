@@ -76,7 +76,7 @@ ATTENTION = "modules/attention/attention_base.py"
         (ATTENTION, "past_key_value, active_mask) -> Tensor:", "past_key_value, active_mask, sinks) -> Tensor:",
          "NeuronAttentionBase.perform_prefix_prefill takes sinks, too"),
         (ATTENTION, "def perform_prefix_prefill(self, Q, K,", "def perform_prefix_prefill(self, K, Q,",
-         "perform_prefix_prefill takes self, K, Q, V, q_len, bsz, attention_mask, past_key_value, active_mask in place"),
+         "perform_prefix_prefill takes self, K, Q, V, q_len, bsz, attention_mask, past_key_value, active_mask in"),
         ("modules/kvcache/kv_cache_manager.py", "layer_to_cache_size_mapping", "cache_sizes",
          "KVCacheManager.__init__ takes no layer_to_cache_size_mapping"),
         ("models/llama/modeling_llama.py", "class NeuronLlamaMLP(", "class LlamaMLP(",
@@ -116,7 +116,8 @@ def test_through_vllm_it_is_not_registered(stand_in):
         ("json:dumps", {"given": ["indent"]}, None),
         ("json:detect_encoding", {"given": ["indent"]}, "detect_encoding takes no indent"),
         ("json:detect_encoding", {"given": [], "overridden": ["b"], "open": False}, None),
-        ("json:JSONEncoder.encode", {"given": [], "overridden": ["self"], "open": False}, "JSONEncoder.encode takes o, too"),
+        ("json:JSONEncoder.encode", {"given": [], "overridden": ["self"], "open": False},
+         "JSONEncoder.encode takes o, too"),
         ("json:JSONEncoder.encode", {"given": [], "overridden": ["self"], "open": True}, None),
     ],
 )  # fmt: skip

@@ -40,7 +40,7 @@ class Cell:
 
     @property
     def runs(self) -> bool:
-        """Whether it is run, too. The block tables of prefix caching are not made up here (test_features.py runs it), and
+        """Whether it is run, too. The block tables of prefix caching are not made up here: test_features.py runs it;
         8,192 tokens take minutes."""
         return not self.options.get("is_prefix_caching") and self.seq_len <= 4096
 
@@ -72,6 +72,7 @@ PREFIX_CACHING = {
     "pa_num_blocks": 16,
 }
 SEQUENCE_PARALLEL = {"sequence_parallel_enabled": True}
+PADDED = {"padded_intermediate_size": 240}
 PER_CHANNEL = {"quantized": True, "quantization_type": "per_channel_symmetric"}
 
 CELLS = [
@@ -96,6 +97,8 @@ CELLS = [
     Cell("plain", 2, label="async", options={"async_mode": True, **GREEDY}),
     Cell("plain", 2, label="windowed-context", options={"windowed_context_encoding_size": 16}),
     Cell("plain", 2, label="prefix-caching", options=PREFIX_CACHING, seq_len=256),
+    *[Cell("plain", tp, fused=tp == 8, label="padded", options=PADDED) for tp in (1, 2, 3, 4, 8)],
+    Cell("plain", 2, label="padded-int8-channel", options={**PADDED, **PER_CHANNEL}),
     # without attn_kernel_enabled False the library would take a kernel from 4,096 tokens on
     Cell("8192-positions", 2, batch=1, label="4096-tokens", seq_len=4096),
     Cell("8192-positions", 2, batch=1, label="8192-tokens", seq_len=8192),
@@ -140,6 +143,7 @@ SHORTENED = {
     "plain-tp3-split-sampling",
     "plain-tp2-split-sequence-parallel",
     "plain-tp2-split-buckets",
+    "plain-tp2-split-padded",
     "8192-positions-tp2-split-4096-tokens",
     "plain-tp2-split-bfloat16",
     "plain-tp2-split-int8",

@@ -39,7 +39,7 @@ KNOWN = (
     ),
     Known(
         r"NCC_IXCG856|MATCH_REPLACE8",
-        "reported for token generation of models with 8 KV heads at TP 2, on inf2 with SDK 2.28 (aws-neuron-sdk #1303): "
+        "reported for token generation of models with 8 KV heads at TP 2, inf2 with SDK 2.28 (aws-neuron-sdk #1303): "
         "try another --tp or SDK 2.31",
     ),
     Known(

@@ -29,8 +29,8 @@ class Instance:
     tp_degrees: tuple[int, ...]
 
 
-# TP degrees: AWS's guide names 1, 2, 8, 32 for trn1 and 1, 2, 4, 8, 24 for inf2; a public report adds 16 on trn1 and
-# quotes the runtime's refusal of 4 there.
+# TP degrees: AWS's guide names 1, 2, 8, 32 for trn1 and 1, 2, 4, 8, 24 for inf2; public reports add 16 on both and
+# quote the runtime's refusal of 4 on trn1.
 INSTANCES = {
     "trn1.2xlarge": Instance(2, 32, (1, 2)),
     "trn1.32xlarge": Instance(32, 512, (1, 2, 8, 16, 32)),

@@ -1,4 +1,4 @@
-"""What the model uses of NxD Inference, compared with an installed release that has no public sources. Imports no torch.
+"""What the model uses of NxD Inference, compared with a release that has no public sources. Imports no torch.
 
 interfaces.json records it of a release that was checked; tools/extract_interfaces.py writes that file.
 """
@@ -32,12 +32,12 @@ def check_installed() -> None:
         difference = _difference(name, use)
         if difference:
             raise SmolLM3Error(
-                f"NxD Inference {release} is installed, and {difference}, unlike in {record['release']}: this version of "
-                "smollm3-neuron cannot run on it; use SDK 2.28, or a newer version"
+                f"NxD Inference {release} is installed, and {difference}, unlike in {record['release']}: this "
+                "version of smollm3-neuron cannot run on it; use SDK 2.28, or a newer version"
             )
     logger.warning(
-        "NxD Inference %s has no public sources: smollm3-neuron was checked against its interfaces only, which are those "
-        "of %s as far as they are used",
+        "NxD Inference %s has no public sources: smollm3-neuron was checked against its interfaces only, which are "
+        "those of %s as far as they are used",
         release,
         record["release"],
     )

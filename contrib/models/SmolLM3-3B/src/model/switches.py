@@ -17,10 +17,10 @@ logger = logging.getLogger("Neuron")
 NEEDS_V3 = "its kernel needs NeuronCore v3, trn1 and inf2 have v2"
 NO_SPECULATION = "speculative decoding was never checked with this model"
 SILU_KERNELS = ("mlp_kernel_enabled", "mlp_tkg_nki_kernel_enabled", "quantized_mlp_kernel_enabled")
-# Reports of the same fault: pages and repositories in docs/device_facts.md.
+# docs/device_facts.md has the sources
 KERNEL_REPORTS = (
     "attn_kernel_enabled is on, but on trn1 and inf2 its kernel ended neuronx-cc in public reports of 2026 "
-    "(NCC_INLA001, checkDMATranspose, contexts of 4096 tokens and more; neuronx-cc 2.24 and 2.26), and compiled without it"
+    "(NCC_INLA001, contexts of 4096 tokens and more; neuronx-cc 2.24 and 2.26), and it compiled without"
 )
 RESIDUAL = "the decoder layer adds its residuals itself, so they would be missing or added twice"
 
@@ -80,8 +80,8 @@ def check_keywords(given: Mapping[str, Any], neuron_config: Any) -> None:
 def choose_attention_kernel(neuron_config: Any, has_windows: bool) -> None:
     """Sets `attn_kernel_enabled` where it is None, and warns where it is on and a logical core is one physical core.
 
-    None is the library's choice: a kernel from 4,096 tokens on, which does not compile on NeuronCore v2 (trn1, inf2), and
-    with a sliding window one that trn1 has not.
+    None is the library's choice: a kernel from 4,096 tokens on, which does not compile on NeuronCore v2 (trn1, inf2),
+    and with a sliding window one that trn1 has not.
     """
     is_v2 = int(neuron_config.logical_nc_config) == 1
     if neuron_config.attn_kernel_enabled is None and (is_v2 or has_windows):

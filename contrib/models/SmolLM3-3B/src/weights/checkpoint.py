@@ -19,9 +19,9 @@ from ..model.config import INSTEAD, CheckpointConfig, check_format
 from ..model.dtypes import DTYPES, MODEL_DTYPES
 from ..model.heads import ShardingPlan, padded
 from .files import INDEX_FILE, PREFIX, SINGLE_FILE
-from .lazy_rows import least_scale, pad_with_zeros
+from .padding import pad_with_zeros
 from .projections import PROJECTIONS, QKV
-from .quantization import quantized_linears
+from .quantization import least_scale, quantized_linears
 
 logger = logging.getLogger("Neuron")
 

@@ -4,42 +4,10 @@ from typing import Any
 
 import torch
 
+from .quantization import least_scale
+
 FP8_LARGEST = 240.0  # what the library scales to, not the 448 of float8_e4m3fn
-INT8_LEAST_SCALE = torch.finfo(torch.float32).eps
-FP8_LEAST_SCALE = 1e-5
 CHUNK_ROWS = 64
-
-
-def least_scale(quantization_dtype: str, per_channel: bool) -> float:
-    """Returns what the library gives a channel, or a tensor, of nothing but zeros."""
-    if quantization_dtype == "int8":
-        return INT8_LEAST_SCALE
-    return FP8_LEAST_SCALE if per_channel else 0.0
-
-
-def pad_with_zeros(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-    """Returns `tensor` with its dimension `dim`, 0 or 1, `size` long."""
-    padding = size - tensor.shape[dim]
-    if not padding:
-        return tensor
-    shape = [*tensor.shape]
-    shape[dim] = padding
-    return torch.cat([tensor, tensor.new_zeros(shape)], dim)
-
-
-class PaddedRows:
-    """`tensor` [out, in], or one of the others here, with zeros behind its rows or columns (`dim`) up to `size`."""
-
-    def __init__(self, tensor: Any, dim: int, size: int):
-        self.tensor, self.dim, self.size = tensor, dim, size
-        self.shape = torch.Size([*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]])
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __getitem__(self, rows: slice) -> torch.Tensor:
-        size = len(range(*rows.indices(len(self)))) if self.dim == 0 else self.size
-        return pad_with_zeros(self.tensor[rows], self.dim, size)
 
 
 class MergedRows:

@@ -14,12 +14,21 @@ from .files import PREFIX
 from .projections import PROJECTIONS, QKV
 from .rank_layout import Output, Part
 
+INT8_LEAST_SCALE = 2.0**-23  # float32's smallest step above 1
+FP8_LEAST_SCALE = 1e-5
 QUANTIZATION_TYPES = ("per_tensor_symmetric", "per_channel_symmetric")
 # for modules_to_not_convert: the parts of names that transformers and the library both have
 MODULE_NAMES = (
     "lm_head",
     *dict.fromkeys(part for projection in PROJECTIONS if projection not in QKV for part in projection.name.split(".")),
 )
+
+
+def least_scale(quantization_dtype: str, per_channel: bool) -> float:
+    """Returns what the library gives a channel, or a tensor, of nothing but zeros."""
+    if quantization_dtype == "int8":
+        return INT8_LEAST_SCALE
+    return FP8_LEAST_SCALE if per_channel else 0.0
 
 
 def quantized_linears(config: CheckpointConfig, neuron_config: Any) -> set[str]:

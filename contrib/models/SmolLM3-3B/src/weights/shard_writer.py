@@ -22,7 +22,8 @@ from ..model.dtypes import DTYPES, QUANTIZATION_DTYPES
 from .adapter import Adapter
 from .checkpoint import check_checkpoint
 from .files import PREFIX, SHARD_FILE
-from .lazy_rows import PaddedRows, QuantizedRows
+from .lazy_rows import QuantizedRows
+from .padding import PaddedRows
 from .projections import PROJECTIONS
 from .quantization import is_quantized, quantized_linears, with_scales
 from .rank_layout import Output, Part, rank_outputs
