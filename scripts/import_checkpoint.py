@@ -1,4 +1,9 @@
-"""Writes a Flax or GGUF checkpoint as safetensors: python scripts/import_checkpoint.py SOURCE FOLDER"""
+"""Writes a Flax or GGUF checkpoint as safetensors.
+
+    python scripts/import_checkpoint.py SmolLM3-Q8_0.gguf SmolLM3-3B
+
+Everything is streamed: the memory that it takes does not grow with the model.
+"""
 
 import argparse
 import shlex
@@ -12,7 +17,7 @@ from smollm3_neuron.weights.imports.convert import import_checkpoint
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = common.Parser(__doc__, "SOURCE FOLDER")
     parser.add_argument("source", type=Path, help="a .gguf file, or a folder with a Flax or GGUF checkpoint")
     parser.add_argument("folder", type=Path, help="the checkpoint folder to write, which must not exist")
     return parser.parse_args()

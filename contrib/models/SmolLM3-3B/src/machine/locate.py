@@ -1,13 +1,16 @@
 """From what a user calls a model (a hub id, a folder, "tiny") to a checkpoint folder. Imports no torch."""
 
+import shlex
 from pathlib import Path
 
 from ..errors import SmolLM3Error
-from ..model.config import INSTEAD, OTHER_FORMATS, instead_of
+from ..model.config import INSTEAD, OTHER_FORMATS, file_of_other_format
 
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM3-3B"
 REVISIONS = {DEFAULT_MODEL: "a07cc9a04f16550a088caea529712d1d335b0ac1"}  # pinned: a name alone is not an identity
 TINY = "tiny"
+IMPORTED = (".gguf", ".msgpack")
+IMPORT = "import it first: python scripts/import_checkpoint.py {source} FOLDER"
 PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.txt")
 
 
@@ -29,6 +32,7 @@ def locate_model(model: str, revision: str | None = None) -> tuple[Path, str, st
         return tiny_folder(), TINY, None
     folder = Path(model).expanduser()
     if folder.is_dir():
+        _check_format(folder)
         return folder.resolve(), str(folder.resolve()), None
     if folder.suffix in OTHER_FORMATS:
         source = folder.parent if folder.suffix == ".msgpack" else folder
@@ -49,6 +53,21 @@ def locate_model(model: str, revision: str | None = None) -> tuple[Path, str, st
         )
     revision = revision or REVISIONS.get(model)
     return _download(model, revision), model, revision
+
+
+def _check_format(folder: Path) -> None:
+    """Raises SmolLM3Error with the command for a folder that can be imported; reading it tells what else is wrong."""
+    file = file_of_other_format(folder)
+    if file is not None and file.suffix in IMPORTED:
+        raise SmolLM3Error(
+            f"{folder}: {file.name} is {OTHER_FORMATS[file.suffix]}, only safetensors are read; "
+            f"{instead_of(file.suffix, folder)}"
+        )
+
+
+def instead_of(suffix: str, source: str | Path) -> str:
+    """What to do with `source`, whose weights are in files of that suffix."""
+    return IMPORT.format(source=shlex.quote(str(source))) if suffix in IMPORTED else INSTEAD
 
 
 def _download(repo_id: str, revision: str | None) -> Path:

@@ -5,7 +5,6 @@ then compute wrongly, is an error here that names the field, the value and what 
 """
 
 import json
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,7 +39,6 @@ ROPE_SCALING_KEYS = {
 }
 ROPE_TYPES = ("default", *ROPE_SCALING_KEYS)
 INSTEAD = "use the bfloat16 safetensors checkpoint that it was made from, e.g. HuggingFaceTB/SmolLM3-3B"
-IMPORT = "import it first: python scripts/import_checkpoint.py {source} FOLDER"
 OTHER_FORMATS = {".gguf": "GGUF", ".msgpack": "Flax", ".h5": "TensorFlow", ".bin": "a PyTorch pickle"}
 # files that older tools write beside quantized weights without a word in config.json -> the tool
 QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
@@ -139,18 +137,18 @@ def check_format(folder: str | Path) -> None:
             raise SmolLM3Error(
                 f"{folder}: {name} says that it is quantized with {method!r}, which is not read; {INSTEAD}"
             )
+    if file := file_of_other_format(folder):
+        raise SmolLM3Error(
+            f"{folder}: {file.name} is {OTHER_FORMATS[file.suffix]}, only safetensors are read; {INSTEAD}"
+        )
+
+
+def file_of_other_format(folder: str | Path) -> Path | None:
+    """Returns a file of weights in a format that is not read, where the folder has no safetensors beside it."""
     if next(Path(folder).glob("*.safetensors"), None) is not None:
-        return
-    for suffix, format_name in OTHER_FORMATS.items():
-        for file in sorted(Path(folder).glob(f"*{suffix}")):
-            raise SmolLM3Error(
-                f"{folder}: {file.name} is {format_name}, only safetensors are read; {instead_of(suffix, folder)}"
-            )
-
-
-def instead_of(suffix: str, source: str | Path) -> str:
-    """What to do with `source`, whose weights are in files of that suffix."""
-    return IMPORT.format(source=shlex.quote(str(source))) if suffix in (".gguf", ".msgpack") else INSTEAD
+        return None
+    files = (file for suffix in OTHER_FORMATS for file in sorted(Path(folder).glob(f"*{suffix}")))
+    return next(files, None)
 
 
 def resolve_config(fields: Mapping[str, Any]) -> CheckpointConfig:

@@ -188,14 +188,13 @@ def test_head_dim_that_is_not_hidden_over_heads():
 
 
 ORIGINAL = "use the bfloat16 safetensors checkpoint"
-IMPORT = "import it first: python scripts/import_checkpoint.py "
 
 
 @pytest.mark.parametrize(
     "file, named, instead",
     [
-        ("SmolLM3-Q4_K_M.gguf", "SmolLM3-Q4_K_M.gguf is GGUF", IMPORT),
-        ("flax_model.msgpack", "flax_model.msgpack is Flax", IMPORT),
+        ("SmolLM3-Q4_K_M.gguf", "SmolLM3-Q4_K_M.gguf is GGUF", ORIGINAL),
+        ("flax_model.msgpack", "flax_model.msgpack is Flax", ORIGINAL),
         ("tf_model.h5", "tf_model.h5 is TensorFlow", ORIGINAL),
         ("pytorch_model.bin", "pytorch_model.bin is a PyTorch pickle", ORIGINAL),
         ("quantize_config.json", "quantize_config.json says that it is quantized with 'gptq'", ORIGINAL),
