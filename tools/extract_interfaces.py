@@ -57,4 +57,5 @@ def text(record: dict) -> str:
 
 
 if __name__ == "__main__":
-    RECORD.write_text(text(used(max(load()))))
+    newest = max(load(), key=lambda release: [int(part) for part in release.split(".")])
+    RECORD.write_text(text(used(newest)))
