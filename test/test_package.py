@@ -32,7 +32,7 @@ def test_the_wheel_holds_one_top_level_package(tmp_path):
     carried = {n.removeprefix("smollm3_neuron/nxd_cpu/") for n in names if n.startswith("smollm3_neuron/nxd_cpu/")}
     assert sources <= carried and len(sources) > 10
     source = ROOT / "contrib/models/SmolLM3-3B/src"
-    own = {p.relative_to(source).as_posix() for suffix in ("py", "jinja") for p in source.rglob(f"*.{suffix}")}
+    own = {p.relative_to(source).as_posix() for suffix in ("py", "jinja", "json") for p in source.rglob(f"*.{suffix}")}
     assert own <= {n.removeprefix("smollm3_neuron/") for n in names}
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")

@@ -133,6 +133,7 @@ HARMLESS = {
     "TP 3, heads expanded": ("plain", None, dict(tp_degree=3)),
     "TP 8, heads replicated": ("plain", None, dict(tp_degree=8)),
     "fused QKV": ("biases", None, dict(fused_qkv=True, tp_degree=2)),
+    "MLPs padded with zeros": ("biases", None, dict(padded_intermediate_size=128, tp_degree=2)),
     "buckets": (
         "plain", None,
         dict(enable_bucketing=True, context_encoding_buckets=[8, SEQ_LEN], token_generation_buckets=[16, 32, SEQ_LEN]),

@@ -125,6 +125,7 @@ def test_the_command_that_serves_an_artifact(artifact):
     open_artifact(artifact.path, "cpu")  # the template is among its files
 
     changes = {"on_device_sampling_config": None, "fused_qkv": True}
+    changes |= {"attn_kernel_enabled": True, "padded_intermediate_size": 240}
     other = replace(artifact, manifest={**artifact.manifest, "settings": {**artifact.manifest["settings"], **changes}})
     assert json.loads(server_flags(other)[0]["--additional-config"]) == {"override_neuron_config": changes}
 
@@ -161,6 +162,11 @@ def test_a_folder_for_these_flags_is_taken(folder, monkeypatch):
         ({"tp_degree": 2}, ["tp_degree 1, the server asks for 2: change --tensor-parallel-size"]),
         ({"torch_dtype": "bfloat16"}, ["torch_dtype 'float32', the server asks for 'bfloat16': change --dtype"]),
         ({"fused_qkv": True}, ["fused_qkv False, the server asks for True: change override_neuron_config"]),
+        (
+            {"padded_intermediate_size": 240},
+            ["padded_intermediate_size None, the server asks for 240: change override_neuron_config"],
+        ),
+        ({"attn_kernel_enabled": True}, ["attn_kernel_enabled False, the server asks for True"]),
         (
             {"on_device_sampling_config": None},
             ["on_device_sampling_config", "asks for None: change override_neuron_config"],

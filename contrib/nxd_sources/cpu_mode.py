@@ -75,9 +75,9 @@ def run_rank(model_cls, job, rank, size, store, out, result):
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     try:
+        os.environ["LOCAL_WORLD_SIZE"] = str(job["neuron"]["tp_degree"])  # NxD of SDK 2.27 asks for it at TP 4
         if size:
             # A store in a file needs no free port. The library takes over a group that exists.
-            os.environ["LOCAL_WORLD_SIZE"] = str(size)  # NxD of SDK 2.27 asks a launcher's variable at TP 4
             torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
         else:
             os.environ["NXD_CPU_MODE"] = "0"  # sharding needs no device, and its mocked process groups know no gloo

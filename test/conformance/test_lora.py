@@ -16,7 +16,15 @@ from smollm3_neuron.weights.adapter import check_serving
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 PROMPTS = [[7, 45, 101, 9, 200], [250, 3, 77]]
 NEW_TOKENS = 16
-PLACES = [(1, [0, 1]), (1, [1, 0]), (2, [0, 1]), (8, [1, 0])]  # tp_degree, the adapter of each row
+# tp_degree, the adapter of each row, the size that MLPs are padded to
+PLACES = [
+    (1, [0, 1], None),
+    (1, [1, 0], None),
+    (2, [0, 1], None),
+    (8, [1, 0], None),
+    (2, [1, 0], 240),
+    (8, [0, 1], 240),
+]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +52,7 @@ def test_each_row_has_its_own_adapter(adapters, nxd_releases, random_checkpoints
     paths = {str(i): str(adapter) for i, adapter in enumerate(adapters)}
     jobs = [
         {
-            "name": f"tp{tp}-{''.join(map(str, rows))}",
+            "name": f"tp{tp}-{''.join(map(str, rows))}-{padded}",
             "kind": "generate",
             "checkpoint": checkpoint,
             "prompts": PROMPTS,
@@ -54,10 +62,11 @@ def test_each_row_has_its_own_adapter(adapters, nxd_releases, random_checkpoints
                 "tp_degree": tp,
                 "batch_size": 2,
                 "seq_len": 64,
+                "padded_intermediate_size": padded,
                 "lora_config": {"max_loras": 2, "max_lora_rank": 4, "batch_size": 2, "lora_ckpt_paths": paths},
             },
         }
-        for tp, rows in PLACES
+        for tp, rows, padded in PLACES
     ]
     for release in nxd_releases:
         results = run_real(release, jobs, tmp_path / release.version)

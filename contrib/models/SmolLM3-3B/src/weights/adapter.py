@@ -193,7 +193,6 @@ def check_serving(config: CheckpointConfig, neuron_config: Any) -> None:
     if config.hidden_size % tp_degree:
         raise SmolLM3Error(f"lora_config: tp_degree {tp_degree} does not divide hidden_size, {config.hidden_size}")
     changes_heads = config.plan(tp_degree).kv_expansion > 1 or config.num_attention_heads % tp_degree
-    pads_mlp = config.padded(neuron_config) != config
     for names, is_wrong, reason in (
         (("embed_tokens", "lm_head"), True, "the library leaves it out"),
         (("q_proj", "k_proj", "v_proj"), neuron_config.fused_qkv, "with fused_qkv the library leaves it out"),
@@ -201,7 +200,6 @@ def check_serving(config: CheckpointConfig, neuron_config: Any) -> None:
             ("q_proj", "k_proj", "v_proj", "o_proj"), changes_heads,
             f"tp_degree {tp_degree} changes the heads, and the adapter's would stay as they are",
         ),
-        (("gate_proj", "up_proj", "down_proj"), pads_mlp, "padded_intermediate_size does not pad an adapter"),
     ):  # fmt: skip
         targets = [name for name in names if name in lora_config.target_modules]
         if targets and is_wrong:
