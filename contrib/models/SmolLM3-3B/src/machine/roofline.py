@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ..errors import SmolLM3Error
 from ..model.config import CheckpointConfig
 from ..model.dtypes import DTYPES
-from ..model.heads import ShardingPlan, padded
+from ..model.heads import ShardingPlan, padded_size
 from ..weights.rank_layout import rank_outputs
 
 GB, GiB = 10**9, 1 << 30
@@ -81,7 +81,7 @@ class Estimate:
     @property
     def _head_elements(self) -> int:
         """Elements of the core's part of the head."""
-        return padded(self.config.vocab_size, self.tp_degree) // self.tp_degree * self.config.hidden_size
+        return padded_size(self.config.vocab_size, self.tp_degree) // self.tp_degree * self.config.hidden_size
 
     @property
     def _prompt_length(self) -> int:
@@ -120,7 +120,7 @@ class Estimate:
     @property
     def logits(self) -> int:
         """Bytes of one step's logits: float32, and gathered, so that every core holds the whole vocabulary."""
-        return 4 * padded(self.config.vocab_size, self.tp_degree) * self.batch_size
+        return 4 * padded_size(self.config.vocab_size, self.tp_degree) * self.batch_size
 
     def scores(self, context_length: int) -> int:
         """Bytes of one layer's scores for one prompt, float32, without the attention kernel.

@@ -11,7 +11,7 @@ from ..errors import SmolLM3Error
 MAX_TP_DEGREE = 32  # the NeuronCores of a trn1.32xlarge
 
 
-def padded(size: int, tp_degree: int) -> int:
+def padded_size(size: int, tp_degree: int) -> int:
     """Rounds `size` up to a multiple of `tp_degree`."""
     return -(-size // tp_degree) * tp_degree
 
@@ -57,7 +57,7 @@ class ShardingPlan:
     @property
     def attention_heads_per_rank(self) -> int:
         """Counts the query heads of each rank, padding included."""
-        return padded(self.num_attention_heads, self.tp_degree) // self.tp_degree
+        return padded_size(self.num_attention_heads, self.tp_degree) // self.tp_degree
 
     def query_heads(self, rank: int) -> list[int | None]:
         """Names the checkpoint's query head that each of the rank's heads is; None is padding.
@@ -65,7 +65,7 @@ class ShardingPlan:
         Where KV heads are replicated the padding is at the end of each KV head's group, else at the end of all.
         """
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
-        padding = padded(heads, self.tp_degree) - heads
+        padding = padded_size(heads, self.tp_degree) - heads
         groups = kv_heads if self.strategy == "replicate" else 1
         group_size = heads // groups
         layout: list[int | None] = []

@@ -1,4 +1,4 @@
-"""What the model uses of NxD Inference, compared with a release that has no public sources. Imports no torch.
+"""Compares what the model uses of NxD Inference with a release that has no public sources. Imports no torch.
 
 interfaces.json records it of a release that was checked; tools/extract_interfaces.py writes that file.
 """
@@ -44,27 +44,27 @@ def check_installed() -> None:
 
 
 def _difference(name: str, use: dict[str, Any] | None) -> str | None:
-    """What `use`, an entry of the record, cannot rely on; None: nothing."""
+    """Returns what `use`, an entry of the record, cannot rely on, or None where it can on everything."""
     module, _, path = name.partition(":")
     try:
-        found = functools.reduce(getattr, path.split("."), importlib.import_module(module))
+        function = functools.reduce(getattr, path.split("."), importlib.import_module(module))
     except (ImportError, AttributeError):
         return f"{module} has no {path}"
     if use is None:
         return None
-    names = [parameter.name for parameter in _parameters(found)]
-    lacking = [given for given in use["given"] if given not in names]
-    if lacking:
-        return f"{path} takes no {lacking[0]}"
+    names = [parameter.name for parameter in _parameters(function)]
+    missing = [given for given in use["given"] if given not in names]
+    if missing:
+        return f"{path} takes no {missing[0]}"
     overridden = [parameter.lstrip("*") for parameter in use.get("overridden", ())]
     if not overridden:
         return None
     if [parameter for parameter in names if parameter in overridden] != overridden:
         return f"{path} takes {', '.join(names)} in place of {', '.join(overridden)}"
-    more = [parameter for parameter in names if parameter not in overridden]
-    return f"{path} takes {more[0]}, too" if more and not use["open"] else None
+    added = [parameter for parameter in names if parameter not in overridden]
+    return f"{path} takes {added[0]}, too" if added and not use["open"] else None
 
 
 def _parameters(function: Any) -> list[inspect.Parameter]:
-    """Of a function, a method (its first one too) or a class's __init__."""
+    """Lists the parameters of a function, of a method (the first one too) or of a class's __init__."""
     return list(inspect.signature(getattr(function, "__func__", function)).parameters.values())

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from ..errors import SmolLM3Error
 from ..model.config import INSTEAD, CheckpointConfig, check_format
 from ..model.dtypes import DTYPES, MODEL_DTYPES
-from ..model.heads import ShardingPlan, padded
+from ..model.heads import ShardingPlan, padded_size
 from .files import INDEX_FILE, PREFIX, SINGLE_FILE
 from .padding import pad_with_zeros
 from .projections import PROJECTIONS, QKV
@@ -181,7 +181,7 @@ def pad_mlp(
         least = least_scale(neuron_config.quantization_dtype, per_channel=True)
         state_dict[f"{linear}.scale"] = torch.cat([scale, scale.new_full((size - len(scale), *scale.shape[1:]), least)])
     if dim == 0 and bias is not None:
-        state_dict[f"{linear}.bias"] = pad_with_zeros(bias, 0, padded(size, neuron_config.tp_degree))
+        state_dict[f"{linear}.bias"] = pad_with_zeros(bias, 0, padded_size(size, neuron_config.tp_degree))
 
 
 def fuse_qkv(state_dict: dict[str, torch.Tensor], layer: str) -> None:

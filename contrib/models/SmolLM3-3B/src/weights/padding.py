@@ -6,7 +6,7 @@ import torch
 
 
 def pad_with_zeros(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-    """Returns `tensor` with its dimension `dim`, 0 or 1, `size` long."""
+    """Returns `tensor` with its dimension `dim`, 0 or 1, made `size` long."""
     padding = size - tensor.shape[dim]
     if not padding:
         return tensor
@@ -25,6 +25,6 @@ class PaddedRows:
     def __len__(self) -> int:
         return self.shape[0]
 
-    def __getitem__(self, rows: slice) -> torch.Tensor:
-        size = len(range(*rows.indices(len(self)))) if self.dim == 0 else self.size
-        return pad_with_zeros(self.tensor[rows], self.dim, size)
+    def __getitem__(self, index: slice) -> torch.Tensor:
+        size = len(range(*index.indices(len(self)))) if self.dim == 0 else self.size
+        return pad_with_zeros(self.tensor[index], self.dim, size)

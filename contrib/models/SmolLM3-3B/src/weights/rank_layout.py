@@ -6,7 +6,7 @@ The rules are NxD Inference's (`modules/attention/gqa.py` and its parallel layer
 from dataclasses import dataclass
 
 from ..model.config import CheckpointConfig
-from ..model.heads import padded
+from ..model.heads import padded_size
 from .projections import PROJECTIONS
 
 # (first, length) along the cut dimension; first is None for padding
@@ -62,7 +62,7 @@ def _spans(config: CheckpointConfig, rank: int, tp_degree: int) -> dict[str, tup
     spans = {}
     for name in ("hidden_size", "intermediate_size", "vocab_size"):
         size = getattr(config, name)
-        length = padded(size, tp_degree) // tp_degree
+        length = padded_size(size, tp_degree) // tp_degree
         first = rank * length
         inside = max(0, min(length, size - first))
         spans[name] = tuple(span for span in ((first, inside), (None, length - inside)) if span[1])

@@ -1,4 +1,4 @@
-"""From a Flax or GGUF checkpoint to a folder of safetensors, a few tensors' worth of memory at a time."""
+"""Makes a folder of safetensors of a Flax or GGUF checkpoint, with the memory of a few tensors."""
 
 import tempfile
 from collections.abc import Callable
@@ -85,28 +85,33 @@ def _open(source: Path) -> ForeignCheckpoint:
 
 
 def _checked(checkpoint: ForeignCheckpoint) -> list[ForeignTensor]:
-    """The tensors, widest dtype first so that each is aligned; SmolLM3Error where they are not the config's."""
+    """Returns the tensors, widest dtype first so that each is aligned.
+
+    Raises SmolLM3Error where they are not those that the config asks for.
+    """
     expected = expected_shapes(checkpoint.config)
-    found: dict[str, ForeignTensor] = {}
+    by_name: dict[str, ForeignTensor] = {}
     for tensor in checkpoint.tensors:
-        if tensor.name in found:
-            raise SmolLM3Error(f"{checkpoint.path}: {tensor.stored_name} is {found[tensor.name].stored_name} once more")
+        if tensor.name in by_name:
+            raise SmolLM3Error(
+                f"{checkpoint.path}: {tensor.stored_name} is {by_name[tensor.name].stored_name} once more"
+            )
         if tensor.name not in (*expected, HEAD):
             raise SmolLM3Error(
                 f"{checkpoint.path}: {tensor.stored_name} is no tensor of a SmolLM3 with this configuration"
             )
-        found[tensor.name] = tensor
+        by_name[tensor.name] = tensor
     for name, shape in expected.items():
-        if name not in found:
-            missing = [other for other in expected if other not in found]
+        if name not in by_name:
+            missing = [other for other in expected if other not in by_name]
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise SmolLM3Error(f"{checkpoint.path}: {name} is missing{more}; it does not fit its configuration")
-        if found[name].shape != shape:
+        if by_name[name].shape != shape:
             raise SmolLM3Error(
-                f"{checkpoint.path}: {found[name].stored_name} has shape {found[name].shape} as {name}, its "
+                f"{checkpoint.path}: {by_name[name].stored_name} has shape {by_name[name].shape} as {name}, its "
                 f"configuration asks for {shape}"
             )
-    return sorted(found.values(), key=lambda tensor: -tensor.dtype.itemsize)
+    return sorted(by_name.values(), key=lambda tensor: -tensor.dtype.itemsize)
 
 
 def _count(tensor: ForeignTensor) -> int:

@@ -41,7 +41,7 @@ class Array:
 
 
 def open_flax(folder: Path, config: CheckpointConfig) -> ForeignCheckpoint:
-    """The Flax checkpoint in `folder`, whose config.json is `config`; reads headers only."""
+    """Opens the Flax checkpoint in `folder`, whose config.json is `config`; it reads headers only."""
     arrays: dict[str, Array] = {}
     for path in _files(folder):
         arrays |= _arrays(path)
@@ -81,15 +81,15 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _arrays(path: Path) -> dict[str, Array]:
-    """The file's arrays by their path in the tree, joined with "/"."""
+    """Maps the paths of the file's arrays in its tree, joined with "/", to the arrays."""
     msgpack = parser("msgpack")
     try:
         with open(path, "rb") as file:
             cursor = _Cursor(path, file, msgpack.Unpacker)
             tree = cursor.tree()
             size = file.seek(0, 2)
-            if cursor.at != size:
-                raise ValueError(f"{size - cursor.at} bytes too many or too few")
+            if cursor.offset != size:
+                raise ValueError(f"{size - cursor.offset} bytes too many or too few")
     except (msgpack.UnpackException, ValueError, TypeError, IndexError) as error:
         if isinstance(error, SmolLM3Error):
             raise
@@ -127,10 +127,10 @@ class _Cursor:
     """Walks a file without reading its arrays: msgpack parses the heads, arrays are skipped over."""
 
     def __init__(self, path: Path, file: Any, unpacker: type):
-        self.path, self.file, self.unpacker, self.at = path, file, unpacker, 0
+        self.path, self.file, self.unpacker, self.offset = path, file, unpacker, 0
 
     def tree(self) -> Any:
-        """The value at the cursor: a dict of values, an Array, or what msgpack makes of it."""
+        """Takes the value at the cursor: a dict of values, an Array, or what msgpack makes of it."""
         first = self._peek()[:1]
         if first[0] & 0xF0 == 0x80 or first in (b"\xde", b"\xdf"):  # a map
             return {self._take("unpack"): self.tree() for _ in range(self._take("read_map_header"))}
@@ -141,36 +141,36 @@ class _Cursor:
     def _array(self, first: int) -> Array:
         size, head = (1 << first - 0xD4, 1) if first >= 0xD4 else self._sized(first - 0xC7)
         kind = self._peek()[head]
-        self.at += head + 1
-        end = self.at + size
+        self.offset += head + 1
+        end = self.offset + size
         if kind != NDARRAY or self._take("read_array_header") != 3:
-            raise ValueError(f"extension type {kind} at byte {self.at}")
+            raise ValueError(f"extension type {kind} at byte {self.offset}")
         shape, dtype = tuple(self._take("unpack")), self._take("unpack")
         if dtype not in DTYPES:
             raise SmolLM3Error(f"{self.path}: an array is {dtype!r}, allowed is {' or '.join(map(repr, DTYPES))}")
         count, head = self._sized(self._peek()[0] - 0xC4)  # bin 8, 16, 32
-        self.at += head
-        if count != math.prod(shape) * DTYPES[dtype].itemsize or self.at + count != end:
-            raise ValueError(f"{count} bytes for an array of shape {shape} at byte {self.at}")
-        array = Array(self.path, shape, DTYPES[dtype], [(self.at, count)])
-        self.at = end
+        self.offset += head
+        if count != math.prod(shape) * DTYPES[dtype].itemsize or self.offset + count != end:
+            raise ValueError(f"{count} bytes for an array of shape {shape} at byte {self.offset}")
+        array = Array(self.path, shape, DTYPES[dtype], [(self.offset, count)])
+        self.offset = end
         return array
 
     def _sized(self, power: int) -> tuple[int, int]:
-        """A length of 1, 2 or 4 bytes behind the type byte, and how many bytes both take."""
+        """Returns a length, which is 1, 2 or 4 bytes behind the type byte, and how many bytes both take."""
         if power not in (0, 1, 2):
-            raise ValueError(f"no array at byte {self.at}")
+            raise ValueError(f"no array at byte {self.offset}")
         return int.from_bytes(self._peek()[1 : 1 + (1 << power)], "big"), 1 + (1 << power)
 
     def _take(self, method: str) -> Any:
         unpacker = self.unpacker(raw=False, strict_map_key=False)
         unpacker.feed(self._peek())
         value = getattr(unpacker, method)()
-        self.at += unpacker.tell()
+        self.offset += unpacker.tell()
         return value
 
     def _peek(self) -> bytes:
-        self.file.seek(self.at)
+        self.file.seek(self.offset)
         head = self.file.read(HEAD)
         if not head:
             raise ValueError("it ends too early")

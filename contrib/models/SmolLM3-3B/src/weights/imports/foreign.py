@@ -1,4 +1,4 @@
-"""What every format gives an import: a configuration, tensors under transformers' names, and the files beside them."""
+"""What each format's reader returns: a configuration, tensors under transformers' names, and the files beside them."""
 
 import importlib
 import shutil
@@ -32,8 +32,10 @@ class ForeignTensor:
 
 @dataclass(frozen=True)
 class ForeignCheckpoint:
-    """A checkpoint whose headers were read; `write_beside(folder)` writes config.json and the tokenizer, and returns
-    lines that a user must know."""
+    """A checkpoint whose headers were read.
+
+    `write_beside(folder)` writes config.json and the tokenizer, and returns lines that a user must know.
+    """
 
     format_name: str
     path: Path
@@ -43,7 +45,7 @@ class ForeignCheckpoint:
 
 
 def parser(module: str) -> ModuleType:
-    """The package that parses a format; it is no dependency of the model."""
+    """Imports the package that parses a format, which is no dependency of the model."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError:
@@ -53,17 +55,17 @@ def parser(module: str) -> ModuleType:
 
 
 def read_bytes(path: Path, pieces: list[tuple[int, int]]) -> torch.Tensor:
-    """The bytes of `pieces`, each (offset, size) in the file, as one uint8 tensor."""
+    """Reads `pieces`, each (offset, size) in the file, as one uint8 tensor."""
     data = torch.empty(sum(size for _, size in pieces), dtype=torch.uint8)
-    view, at = memoryview(data.numpy()), 0
+    view, position = memoryview(data.numpy()), 0
     with open(path, "rb", buffering=0) as file:
         for offset, size in pieces:
             file.seek(offset)
             while size:
-                count = file.readinto(view[at : at + size])
+                count = file.readinto(view[position : position + size])
                 if not count:
                     raise SmolLM3Error(f"{path}: ends before its last tensor does; download it again")
-                at, size = at + count, size - count
+                position, size = position + count, size - count
     return data
 
 

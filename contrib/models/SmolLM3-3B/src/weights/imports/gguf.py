@@ -24,7 +24,7 @@ from .gguf_tokenizer import token_ids, write_tokenizer
 
 ARCHITECTURE = "smollm3"
 OUTER = {"token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head"}
-OF_LAYER = {
+LAYER = {
     "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
     "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj",
@@ -69,11 +69,11 @@ class Stored:
 
 
 def open_gguf(path: Path, folder: Path | None) -> ForeignCheckpoint:
-    """The GGUF file `path`; configuration and tokenizer are taken from `folder` where they are, else from the file.
+    """Opens the GGUF file `path`; configuration and tokenizer are `folder`'s where it has them, else the file's.
 
-    Reads headers and the one-dimensional tensors. Raises SmolLM3Error for what is not SmolLM3 or cannot be read.
+    It reads headers and the one-dimensional tensors. Raises SmolLM3Error for what is not SmolLM3 or cannot be read.
     """
-    metadata, stored = _read(path)
+    metadata, stored = _read_headers(path)
     config = _config(path, metadata, stored)
     resolved = resolve_config(config)
     if folder is not None and (folder / "config.json").is_file():
@@ -101,8 +101,11 @@ def open_gguf(path: Path, folder: Path | None) -> ForeignCheckpoint:
     return ForeignCheckpoint("GGUF", path, resolved, tensors, write_beside)
 
 
-def _read(path: Path) -> tuple[dict[str, Any], list[Stored]]:
-    """Metadata, and where each tensor lies. The package's reader, let go here, takes 0.6 GB for a large vocabulary."""
+def _read_headers(path: Path) -> tuple[dict[str, Any], list[Stored]]:
+    """Returns the metadata and where each tensor lies.
+
+    The package's reader, which is let go here, takes 0.6 GB for a large vocabulary.
+    """
     gguf = parser("gguf")
     try:
         reader = gguf.GGUFReader(path)
@@ -129,21 +132,21 @@ def _read(path: Path) -> tuple[dict[str, Any], list[Stored]]:
 
 
 def _config(path: Path, metadata: dict[str, Any], stored: list[Stored]) -> dict[str, Any]:
-    """A config.json of what the metadata says and llama.cpp takes for granted."""
-    found = {
+    """Makes a config.json of what the metadata says and llama.cpp takes for granted."""
+    settings = {
         key.removeprefix(f"{ARCHITECTURE}."): v for key, v in metadata.items() if key.startswith(f"{ARCHITECTURE}.")
     }
     names = {tensor.name for tensor in stored}
-    values = {"model_type": ARCHITECTURE, "architectures": ["SmolLM3ForCausalLM"], "hidden_act": "silu"}
-    values |= {name: _plain(found.pop(key)) for key, name in KEYS.items() if key in found}
-    values.setdefault("num_key_value_heads", values.get("num_attention_heads"))
-    values.setdefault("rope_theta", 10000.0)  # what llama.cpp takes where the key is absent
+    fields = {"model_type": ARCHITECTURE, "architectures": ["SmolLM3ForCausalLM"], "hidden_act": "silu"}
+    fields |= {name: _plain(settings.pop(key)) for key, name in KEYS.items() if key in settings}
+    fields.setdefault("num_key_value_heads", fields.get("num_attention_heads"))
+    fields.setdefault("rope_theta", 10000.0)  # what llama.cpp takes where the key is absent
     embedding = next((tensor for tensor in stored if tensor.name == "token_embd.weight"), None)
     if embedding is None or len(embedding.shape) != 2:
         raise SmolLM3Error(f"{path}: token_embd.weight is missing; a whole model is expected, not a part of one")
-    values.setdefault("vocab_size", embedding.shape[0])
-    values["rope_scaling"] = _rope_scaling(found)
-    values |= {
+    fields.setdefault("vocab_size", embedding.shape[0])
+    fields["rope_scaling"] = _rope_scaling(settings)
+    fields |= {
         "no_rope_layer_interval": NO_ROPE_LAYER_INTERVAL,
         "attention_bias": "blk.0.attn_q.bias" in names,
         "mlp_bias": "blk.0.ffn_gate.bias" in names,
@@ -151,58 +154,58 @@ def _config(path: Path, metadata: dict[str, Any], stored: list[Stored]) -> dict[
         **token_ids(metadata),
     }
     try:
-        resolved = resolve_config(values)
+        resolved = resolve_config(fields)
     except SmolLM3Error as error:
         raise SmolLM3Error(f"{path}: its metadata say: {error}") from None
     for key in SAME_AS_HEAD_DIM:
-        if found.pop(key, resolved.head_dim) != resolved.head_dim:
+        if settings.pop(key, resolved.head_dim) != resolved.head_dim:
             raise SmolLM3Error(
                 f"{path}: {ARCHITECTURE}.{key} is not the {resolved.head_dim} of a head, as SmolLM3 has it"
             )
-    for key in found.keys() - set(WITHOUT_EFFECT):
-        raise SmolLM3Error(f"{path}: {ARCHITECTURE}.{key} is {found[key]!r}, which SmolLM3 does not have")
-    return {**values, "no_rope_layers": resolved.no_rope_layers}
+    for key in settings.keys() - set(WITHOUT_EFFECT):
+        raise SmolLM3Error(f"{path}: {ARCHITECTURE}.{key} is {settings[key]!r}, which SmolLM3 does not have")
+    return {**fields, "no_rope_layers": resolved.no_rope_layers}
 
 
-def _rope_scaling(found: dict[str, Any]) -> dict[str, Any] | None:
-    """config.json's rope_scaling, taken out of `found`; None: there is none."""
+def _rope_scaling(settings: dict[str, Any]) -> dict[str, Any] | None:
+    """Takes config.json's rope_scaling out of `settings`; returns None where there is none."""
     keys = {f"rope.scaling.{key}": name for key, name in SCALING_KEYS.items()}
-    scaling = {name: _plain(found.pop(key)) for key, name in keys.items() if key in found}
+    scaling = {name: _plain(settings.pop(key)) for key, name in keys.items() if key in settings}
     rope_type = scaling.get("rope_type", "linear" if "factor" in scaling else "none")  # llama.cpp's default
     return None if rope_type == "none" else {**scaling, "rope_type": rope_type}
 
 
-def _config_beside(path: Path, file: Path, of_metadata: CheckpointConfig) -> CheckpointConfig:
-    """The config in `file`, which knows the NoPE schedule; SmolLM3Error where it is another model's."""
+def _config_beside(path: Path, file: Path, metadata_config: CheckpointConfig) -> CheckpointConfig:
+    """Reads the config in `file`, which knows the NoPE schedule. Raises SmolLM3Error where it is another model's."""
     config = read_config_file(file)
     for name in (*KEYS.values(), "rope_scaling"):
-        there, here = getattr(config, name), getattr(of_metadata, name)
-        if there != here:
+        value, metadata_value = getattr(config, name), getattr(metadata_config, name)
+        if value != metadata_value:
             raise SmolLM3Error(
-                f"{file}: {name} is {there!r}, in {path.name} it is {here!r}: one of the two is another model's; name "
-                "the file itself to go by it alone"
+                f"{file}: {name} is {value!r}, in {path.name} it is {metadata_value!r}: one of the two is another "
+                "model's; name the file itself to go by it alone"
             )
     return config
 
 
 def _plain(value: Any) -> Any:
-    """A float32 as the shortest number that it can be meant for: 1e-06, not 9.999999974752427e-07."""
+    """Returns a float32 as the shortest number that it can be meant for: 1e-06, not 9.999999974752427e-07."""
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
 def _tensor(path: Path, stored: Stored, head_dim: int) -> ForeignTensor:
     module, _, suffix = stored.name.rpartition(".")
-    block, _, of_layer = module.removeprefix("blk.").partition(".")
+    block, _, layer_module = module.removeprefix("blk.").partition(".")
     if module in OUTER:
         name = f"{OUTER[module]}.{suffix}"
-    elif module.startswith("blk.") and block.isdecimal() and of_layer in OF_LAYER:
-        name = f"layers.{block}.{OF_LAYER[of_layer]}.{suffix}"
+    elif module.startswith("blk.") and block.isdecimal() and layer_module in LAYER:
+        name = f"layers.{block}.{LAYER[layer_module]}.{suffix}"
     elif stored.name == "rope_freqs.weight":
         raise SmolLM3Error(f"{path}: {stored.name} scales RoPE (llama3), and the file does not say by which factors")
     else:
         raise SmolLM3Error(f"{path}: {stored.name} is no tensor of SmolLM3")
     _check_kind(path, stored)
-    is_permuted = of_layer in ("attn_q", "attn_k")
+    is_permuted = layer_module in ("attn_q", "attn_k")
 
     def parts() -> Iterator[torch.Tensor]:
         for rows in _rows(path, stored, whole=is_permuted):
@@ -212,7 +215,7 @@ def _tensor(path: Path, stored: Stored, head_dim: int) -> ForeignTensor:
 
 
 def unpermuted(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """The rows [heads * head_dim, ...] of q_proj or k_proj in transformers' order.
+    """Puts the rows [heads * head_dim, ...] of q_proj or k_proj into transformers' order.
 
     llama.cpp rotates neighbouring pairs, transformers the two halves of a head: its converter puts row i of the first
     half and row i of the second one beside each other.
@@ -237,28 +240,28 @@ def _check_kind(path: Path, stored: Stored) -> None:
 
 
 def _rows(path: Path, stored: Stored, whole: bool) -> Iterator[torch.Tensor]:
-    """The tensor by rows, `whole` or in parts; a quantized one is dequantized in float32 and rounded once."""
+    """Yields the tensor by rows, `whole` or in parts; a quantized one is dequantized in float32 and rounded once."""
     gguf = parser("gguf")
     block, size = gguf.GGML_QUANT_SIZES[stored.kind]
     *outer, width = stored.shape
-    row = width // block * size
+    row_bytes = width // block * size
     count = math.prod(outer)
     step = count if whole else max(1, PART // (width * 4))
     for first in range(0, count, step):
-        rows = min(step, count - first)
-        data = read_bytes(path, [(stored.offset + first * row, rows * row)])
+        length = min(step, count - first)
+        data = read_bytes(path, [(stored.offset + first * row_bytes, length * row_bytes)])
         if stored.kind.name in DTYPES:
             tensor = data.view(DTYPES[stored.kind.name])
         else:
-            values = gguf.quants.dequantize(data.numpy().reshape(rows, row), stored.kind)
-            tensor = torch.from_numpy(values).to(QUANTIZED_TO)
-        yield tensor.reshape(rows, width) if outer else tensor.reshape(width)
+            dequantized = gguf.quants.dequantize(data.numpy().reshape(length, row_bytes), stored.kind)
+            tensor = torch.from_numpy(dequantized).to(QUANTIZED_TO)
+        yield tensor.reshape(length, width) if outer else tensor.reshape(width)
 
 
 def _narrowed(tensor: ForeignTensor, dtype: torch.dtype) -> ForeignTensor:
-    """A one-dimensional tensor, float32 in every file, in the dtype of the matrices, if that loses nothing."""
-    (values,) = tensor.parts()
-    narrow = values.to(dtype)
-    if not torch.equal(narrow.to(values.dtype), values):
+    """Returns a one-dimensional tensor, float32 in every file, in the dtype of the matrices if that loses nothing."""
+    (wide,) = tensor.parts()
+    narrow = wide.to(dtype)
+    if not torch.equal(narrow.to(wide.dtype), wide):
         return tensor
     return ForeignTensor(tensor.name, tensor.stored_name, tensor.shape, dtype, lambda: iter([narrow]))

@@ -1,4 +1,4 @@
-"""The tokenizer in a GGUF file, as transformers' files.
+"""Writes the tokenizer in a GGUF file as transformers' files.
 
 transformers' own reader of such tokenizers splits text by GPT-2's pattern whatever the file asks for, and leaves tokens
 out that are added but not special; so the pattern is chosen here by `tokenizer.ggml.pre`, and others are not guessed.
@@ -21,13 +21,13 @@ INSTEAD = "copy tokenizer.json and tokenizer_config.json of the original model i
 
 
 def token_ids(metadata: dict[str, Any]) -> dict[str, int | None]:
-    """Of config.json: the ids of the special tokens; None for one that the file does not name, against a default."""
+    """Returns config.json's ids of the special tokens; None, against a default, for one that the file does not name."""
     names = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "pad_token_id": "padding_token_id"}
     return {name: metadata.get(f"{TOKENIZER}{key}") for name, key in names.items()}
 
 
 def write_tokenizer(metadata: dict[str, Any], folder: Path) -> list[str]:
-    """Writes the tokenizer into `folder`; one line that says what to do where this cannot be done."""
+    """Writes the tokenizer into `folder`; where this cannot be done it returns a line that says what to do."""
     model, pre = metadata.get(f"{TOKENIZER}model"), metadata.get(f"{TOKENIZER}pre")
     if model is None:
         return [f"the file has no tokenizer: {INSTEAD}"]
@@ -38,7 +38,11 @@ def write_tokenizer(metadata: dict[str, Any], folder: Path) -> list[str]:
     try:
         tokenizer = _tokenizer(metadata, pre)
         tokens = metadata[f"{TOKENIZER}tokens"]
-        special = {name.removesuffix("_id"): tokens[at] for name, at in token_ids(metadata).items() if at is not None}
+        special = {
+            name.removesuffix("_id"): tokens[token_id]
+            for name, token_id in token_ids(metadata).items()
+            if token_id is not None
+        }
     except (KeyError, ValueError, IndexError, TypeError) as error:
         return [f"its tokenizer is not whole ({error!r}): {INSTEAD}"]
     PreTrainedTokenizerFast(
@@ -58,7 +62,7 @@ def _tokenizer(metadata: dict[str, Any], pre: str) -> Any:
     tokens, kinds = metadata[f"{TOKENIZER}tokens"], metadata[f"{TOKENIZER}token_type"]
     if len(tokens) != len(kinds):
         raise ValueError(f"{len(tokens)} tokens and {len(kinds)} types")
-    vocab = {token: at for at, (token, kind) in enumerate(zip(tokens, kinds)) if kind != UNUSED}
+    vocab = {token: token_id for token_id, (token, kind) in enumerate(zip(tokens, kinds)) if kind != UNUSED}
     if len(vocab) != len(kinds) - list(kinds).count(UNUSED):
         raise ValueError("a token stands in it twice")
     merges = [tuple(merge.split(" ")) for merge in metadata[f"{TOKENIZER}merges"]]
@@ -76,9 +80,9 @@ def _tokenizer(metadata: dict[str, Any], pre: str) -> Any:
         if kind in (CONTROL, USER_DEFINED):
             tokenizer.add_tokens([AddedToken(token, normalized=False, special=kind == CONTROL)])
     if metadata.get(f"{TOKENIZER}add_bos_token", pre in ADD_BOS):
-        at = metadata[f"{TOKENIZER}bos_token_id"]
-        bos = tokens[at]
+        bos_token_id = metadata[f"{TOKENIZER}bos_token_id"]
+        bos = tokens[bos_token_id]
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, at)]
+            single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, bos_token_id)]
         )
     return tokenizer
