@@ -1,4 +1,9 @@
-"""Writes a Flax or GGUF checkpoint as safetensors: python scripts/import_checkpoint.py SOURCE FOLDER"""
+"""Writes a Flax or GGUF checkpoint as safetensors, which compile.py reads.
+
+    python scripts/import_checkpoint.py SmolLM3-3B-Q8_0.gguf SmolLM3-3B-imported
+
+It is read and written a few tensors at a time, so that a large checkpoint need not fit into memory.
+"""
 
 import argparse
 import shlex
@@ -12,9 +17,13 @@ from smollm3_neuron.weights.imports.convert import import_checkpoint
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("source", type=Path, help="a .gguf file, or a folder with a Flax or GGUF checkpoint")
-    parser.add_argument("folder", type=Path, help="the checkpoint folder to write, which must not exist")
+    parser = common.Parser(__doc__, "SOURCE FOLDER")
+    parser.add_argument(
+        "source", type=Path, metavar="SOURCE", help="a .gguf file, or a folder with a Flax or GGUF checkpoint"
+    )
+    parser.add_argument(
+        "folder", type=Path, metavar="FOLDER", help="the checkpoint folder to write, which must not exist"
+    )
     return parser.parse_args()
 
 

@@ -165,7 +165,7 @@ def test_a_harmless_change_is_not_wrong(name, bases, judge, tmp_path):
 
 
 def test_the_inspection_of_a_right_model_says_right_whatever_the_prompt(tmp_path):
-    """A CPU rounds a product of few rows less: what transformers errs was once measured with the prompt's rows alone."""
+    """A CPU rounds a product of few rows less: transformers' error was once measured with the prompt's rows alone."""
     from transformers import AutoTokenizer
 
     from smollm3_neuron.check.inspection import inspect
