@@ -51,11 +51,15 @@ def used(release: str) -> dict:
     return {"release": release, "names": dict(sorted(names.items()))}
 
 
+def newest(releases) -> str:
+    """Returns the release with the highest number, "0.11.0" being above "0.9.0"."""
+    return max(releases, key=lambda release: [int(part) for part in release.split(".")])
+
+
 def text(record: dict) -> str:
     lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in record["names"].items())
     return f'{{"release": {json.dumps(record["release"])}, "names": {{\n{lines}\n}}}}\n'
 
 
 if __name__ == "__main__":
-    newest = max(load(), key=lambda release: [int(part) for part in release.split(".")])
-    RECORD.write_text(text(used(newest)))
+    RECORD.write_text(text(used(newest(load()))))
