@@ -42,6 +42,8 @@ PRIMITIVE_TYPES = {
     torch.uint8: "U8",
     torch.int8: "S8",
     torch.bool: "PRED",
+    torch.float8_e4m3fn: "F8E4M3FN",
+    torch.float8_e5m2: "F8E5M2",
 }
 NUMBERS = {dtype: getattr(protos.PrimitiveType, name) for dtype, name in PRIMITIVE_TYPES.items()}
 
@@ -156,20 +158,25 @@ def generate_hlo(func, example_inputs, input_output_aliases=None, preserve_param
 
 
 def metaneff(module, record: TraceRecord):
-    """Names and shapes of the graph's parameters and outputs, as the runtime would be told them."""
+    """Names and shapes of the graph's parameters and outputs, as the runtime would be told them.
+
+    `user_input_key` is the input's place among those that the flattener leaves; `value` a constant's bytes.
+    """
     types = protos.MetaTensor.Type
     shape = entry_computation(module).program_shape
     meta = protos.MetaNeff()
+    read = [n for n in record.inputs if n >= 0]
     for n, parameter in enumerate(shape.parameters):
-        key = record.states.get(n) or record.weights.get(n) or ""
-        kind = types.INPUT_STATE if n in record.states else types.INPUT_WEIGHT if key else types.USER_INPUT
-        meta.input_tensors.add(
-            name=f"input{n}".encode(),
-            shape=parameter.dimensions,
-            data_type=parameter.element_type,
-            type=kind,
-            checkpoint_key=key.encode(),
-        )
+        tensor = meta.input_tensors.add(shape=parameter.dimensions, data_type=parameter.element_type)
+        if n in record.inputs:
+            tensor.type, tensor.user_input_key = types.USER_INPUT, str(read.index(n)).encode()
+            tensor.name = f"input {record.inputs.index(n)}".encode()
+        elif n in record.constants:
+            tensor.type, tensor.name = types.CONSTANT, f"constant {n}".encode()
+            tensor.value = record.constants[n].contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        else:
+            tensor.type = types.INPUT_STATE if n in record.states else types.INPUT_WEIGHT
+            tensor.name = tensor.checkpoint_key = (record.states.get(n) or record.weights[n]).encode()
     for output in shape.result.tuple_shapes:
         meta.output_tensors.add(shape=output.dimensions, data_type=output.element_type, type=types.OUTPUT)
     for entry in module.input_output_alias.entries:
