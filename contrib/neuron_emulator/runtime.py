@@ -28,6 +28,8 @@ NUMPY_VIEWS = {  # dtypes that numpy has not: the bits as torch gives them, and 
     torch.float8_e4m3fn: (torch.uint8, ml_dtypes.float8_e4m3fn),
     torch.float8_e5m2: (torch.uint8, ml_dtypes.float8_e5m2),
 }
+_random = torch.Generator()  # a device's is its own: torch.manual_seed does not reach it
+_random.seed()
 counts = collections.Counter()  # "forward", "forward_async", "forward_ranked": calls since the process began
 
 extension.limit_memory(int(float(os.environ.get("NEURON_EMULATOR_CORE_GB", 16)) * (1 << 30)))
@@ -201,6 +203,10 @@ class Executable:
                 if error := extension.error_of(tensor):  # an output of an execution that failed
                     raise DeviceError(error)
         arguments = dict(self.fixed)
+        for number, meta in enumerate(self.meta.input_tensors):
+            if meta.type == TYPES.UNIFORM:  # the same on all ranks, or they would choose different tokens
+                drawn = torch.rand(list(meta.shape), generator=_random).to(torch_dtype(meta.data_type))
+                arguments[number] = self.program.put([as_numpy(drawn)] * self.ranks)
         for at, number in enumerate(self.inputs):
             arguments[number] = self.program.put([as_numpy(of_rank[at]) for of_rank in inputs])
         results = self.program.run([arguments[number] for number in range(len(arguments))])

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from neuron_hlo import inert
+from nxd_sources import inert
 
 from . import FOLDER, NAME
 

@@ -3,8 +3,9 @@
     RmsNorm       x [..., hidden], weight [hidden]: AwsNeuronRmsNorm on a device, plain multiplications here
     TopK, Argmax, Softmax      over one dimension: custom calls on a device, torch's own here (Argmax's indices: int32)
     ConcatenateOp              torch.cat
-    xla_hlo_call  NxDI's hand-written HLO (dynamic_update_slice into a cache), built with torch_xla's XlaBuilder
-    nki_jit       a kernel: raises where one is called
+    xla_hlo_call  NxDI's hand-written HLO (dynamic_update_slice into a cache), built with torch_xla's XlaBuilder; random
+                  numbers, which that cannot build, become a parameter of the graph, see `uniform_like`
+    nki_jit       a kernel: raises where one is called, but for the sampler's cumsum, which is torch's own here
 
 It does not show what the custom calls compute on a device, nor that the compiler takes them.
 """
@@ -88,7 +89,18 @@ class _Operand:
         return tuple(self.op.shape().sizes)
 
 
+uniform: list[torch.Tensor] = []  # what `uniform_like` made since the trace began
+
+
+def uniform_like(tensor):
+    """Random numbers from 0 to 1 that whoever runs the graph is to draw anew for each execution."""
+    uniform.append(torch.rand(tensor.shape, dtype=tensor.dtype, device="cpu").to(tensor.device))
+    return uniform[-1]
+
+
 def xla_hlo_call(function):
+    if "Rng" in function.__code__.co_names:
+        return uniform_like
     operation = xla_op_registry.register(
         function.__name__, lambda *ops, **kwargs: function(*map(_Operand, ops), **kwargs).op
     )
@@ -100,16 +112,25 @@ def xla_hlo_call(function):
     return call
 
 
+def cumsum(x, output=None, axis=1):
+    """Written into `output`, as the kernel of NxDI 0.8 has it, or returned, as 0.9's."""
+    if output is None:
+        return torch.cumsum(x, axis)
+    output.copy_(torch.cumsum(x, axis))
+
+
 class _Kernel:
     """Called bare or with a grid, `kernel[grid](...)`."""
 
     def __init__(self, kernel):
-        self.name = getattr(kernel, "__name__", str(kernel))
+        self.kernel, self.name = kernel, getattr(kernel, "__name__", str(kernel))
 
     def __getitem__(self, grid):
         return self
 
     def __call__(self, *args, **kwargs):
+        if self.kernel is cumsum:
+            return cumsum(*args, **kwargs)
         raise RuntimeError(f"the NKI kernel {self.name} cannot be traced without the Neuron SDK")
 
 

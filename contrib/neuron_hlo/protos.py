@@ -15,7 +15,7 @@ ENUMS = {
         "C128 F8E5M2 F8E4M3FN S4 U4 F8E4M3B11FNUZ F8E5M2FNUZ F8E4M3FNUZ S2 U2 F8E4M3 F8E3M4"
     ),
     "Kind": "UNDEFINED_ALIAS MAY_ALIAS MUST_ALIAS",
-    "MetaTensorType": "UNKNOWN USER_INPUT INPUT_WEIGHT INPUT_STATE OUTPUT CONSTANT",
+    "MetaTensorType": "UNKNOWN USER_INPUT INPUT_WEIGHT INPUT_STATE OUTPUT CONSTANT UNIFORM",
 }
 
 # message -> "name type number", a star before the type: repeated, two types with a colon: a map

@@ -50,7 +50,7 @@ def prepared(job):
 
 
 def compile_job(job, out: Path, artifact: Path) -> dict:
-    import model_jobs
+    from nxd_sources import model_jobs
 
     os.environ["BASE_COMPILE_WORK_DIR"] = f"{out}/work/"
     if job["neuron"].get("quantized"):
@@ -67,7 +67,7 @@ def compile_job(job, out: Path, artifact: Path) -> dict:
 
 def run_job(job, out: Path, artifact: Path) -> dict:
     import device_jobs
-    import model_jobs
+    from nxd_sources import model_jobs
 
     from neuron_emulator import runtime, xla
 

@@ -6,7 +6,9 @@ import signal
 import subprocess
 from pathlib import Path
 
-from harness import ROOT, Release
+from places import ROOT
+
+from nxd_sources.release import Release
 
 HERE = Path(__file__).resolve().parent
 PYTHON = ROOT / ".venv-emulator" / "bin" / "python"
@@ -27,8 +29,7 @@ def run(release: Release, jobs: list[dict], out: Path, timeout: float = 120) -> 
     """Results by job name; `timeout` in seconds is for each job. RuntimeError where not even a job could be begun."""
     out.mkdir(parents=True, exist_ok=True)
     job_file = out / "jobs.json"
-    paths = [str(HERE), str(ROOT / "test/conformance")]
-    job_file.write_text(json.dumps({"paths": paths, "out": str(out), "processes": PROCESSES, "jobs": jobs}))
+    job_file.write_text(json.dumps({"paths": [str(HERE)], "out": str(out), "processes": PROCESSES, "jobs": jobs}))
     with open(out / "log", "w") as log:
         process = subprocess.Popen(
             [PYTHON, HERE / "emulated.py", job_file], stdout=log, stderr=log, start_new_session=True,
