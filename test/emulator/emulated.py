@@ -4,7 +4,7 @@ To be run by .venv-emulator's Python with NXD_SOURCE set. {"package": FOLDER of 
 "processes": how many jobs at once, "jobs": [JOB, ...]}
 
 A job is one of model_jobs.py (`generate`, `serve`, `share`) or of device_jobs.py, and may have: "model" ("module:Class"),
-"twin" (a function of twins.py, called before the model is built), "artifact" (a folder that was compiled before),
+"twin" (a function of twins.py, called before the model is built and again before it is loaded), "artifact" (a folder that was compiled before),
 "environment". It is compiled in one process and run in another, which has nothing but the artifact. OUT/NAME/result.json:
 what the job returns with "counts" of executions, "compiled" graphs, "seconds" of compile, load and run; or {"error": ...}.
 """
@@ -27,16 +27,18 @@ MODEL = "smollm3_neuron.modeling_smollm3_3b:NeuronSmolLM3ForCausalLM"
 
 
 class FromArtifact:
-    """Called like a model's class by model_jobs.py, it reads the artifact and nothing else."""
+    """Called like a model's class by model_jobs.py, it reads the artifact and nothing else, unless that has no weights."""
 
     def __init__(self, model_cls, folder: Path):
         self.get_config_cls, self.model_cls, self.folder = model_cls.get_config_cls, model_cls, folder
 
     def __call__(self, checkpoint, config):
+        if not config.neuron_config.save_sharded_checkpoint:
+            return self.model_cls(checkpoint, config)
         return self.model_cls(str(self.folder))
 
 
-def prepared(job):
+def prepared(job, artifact: Path):
     """The model's class, after the job's environment and twin."""
     import twins
 
@@ -45,7 +47,7 @@ def prepared(job):
     module, name = job.get("model", MODEL).split(":")
     model_cls = getattr(importlib.import_module(module), name)
     if "twin" in job:
-        getattr(twins, job["twin"])()
+        getattr(twins, job["twin"])(artifact)
     return model_cls
 
 
@@ -53,9 +55,7 @@ def compile_job(job, out: Path, artifact: Path) -> dict:
     from nxd_sources import model_jobs
 
     os.environ["BASE_COMPILE_WORK_DIR"] = f"{out}/work/"
-    if job["neuron"].get("quantized"):
-        job["neuron"]["quantized_checkpoints_path"] = str(out / "quantized")
-    model_cls = prepared(job)
+    model_cls = prepared(job, artifact)
     model = model_jobs.build(model_cls, job)
     if job["neuron"].get("quantized"):
         (out / "quantized").mkdir()
@@ -72,7 +72,7 @@ def run_job(job, out: Path, artifact: Path) -> dict:
     from neuron_emulator import runtime, xla
 
     xla.OPTIMIZATION_LEVEL = 0  # a job takes few steps: compiling is what would last
-    model_cls = prepared(job)
+    model_cls = prepared(job, artifact)
     seconds = {}
 
     def load(model):
@@ -115,6 +115,8 @@ def in_child(function, job, out: Path, artifact: Path) -> dict:
 def do(job, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     artifact = Path(job.get("artifact") or out / "artifact")
+    if job["neuron"].get("quantized"):
+        job["neuron"]["quantized_checkpoints_path"] = str(out / "quantized")
     compiled = {} if "artifact" in job else in_child(compile_job, job, out, artifact)
     result = compiled if "error" in compiled else in_child(run_job, job, out, artifact)
     if "seconds" in result:
