@@ -1,4 +1,4 @@
-"""In the place of neuronx-cc: what would be compiled is kept, marked as what it is. See neuron_hlo/stand_ins.py for the rest."""
+"""In the place of neuronx-cc: what would be compiled is kept, marked as what it is."""
 
 import contextlib
 from typing import Any

@@ -1,4 +1,4 @@
-"""The C++ extension (device.cpp) and torch's module for its device, `torch.privateuseone`. Imported once per process."""
+"""The C++ extension (device.cpp), and torch's module for its device, `torch.privateuseone`."""
 
 import types
 
@@ -7,9 +7,11 @@ import torch
 
 from . import CORES
 
+__all__ = ["extension"]
+
 
 def _device_module() -> types.ModuleType:
-    """What torch asks of a backend that was registered from outside; without it `tensor.to("privateuseone:0")` fails."""
+    """What torch asks of a backend from outside; without it `tensor.to("privateuseone:0")` fails."""
     module = types.ModuleType("torch.privateuseone")
     module._is_in_bad_fork = lambda: False
     module._lazy_init = lambda: None

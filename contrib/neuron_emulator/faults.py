@@ -1,8 +1,8 @@
 """Faults of the machine, injected: NEURON_EMULATOR_FAULTS is a list like "fail=12,die=1@30,nan=4".
 
-    fail=N     the execution with number N fails (the first after the start of the process is 1, warm-up's count)
-    die=R@N    NeuronCore R is gone from execution N on: that one and all later ones fail
-    nan=N      after execution N the first state that holds floating point numbers is not a number on NeuronCore 0
+fail=N: the execution with number N fails; the first one after the start of the process is 1, and warm-up's count.
+die=CORE@N: the NeuronCore is gone from execution N on, and all later ones fail, too.
+nan=N: after execution N the first state that holds floating point numbers is not a number on NeuronCore 0.
 """
 
 import os
@@ -19,8 +19,9 @@ def _parsed(text: str) -> dict[str, tuple[int, int]]:
     found = {}
     for part in filter(None, text.split(",")):
         kind, _, value = part.partition("=")
-        core, _, number = value.rpartition("@")
-        if kind not in ("fail", "die", "nan") or not number.isdigit() or bool(core) != (kind == "die") or not (core or "0").isdigit():
+        core, at, number = value.rpartition("@")
+        numbers = [core, number] if at else [number]
+        if kind not in ("fail", "die", "nan") or not all(map(str.isdigit, numbers)) or bool(at) != (kind == "die"):
             raise DeviceError(f"NEURON_EMULATOR_FAULTS has {part!r}, allowed are fail=N, die=CORE@N and nan=N")
         found[kind] = int(core or 0), int(number)
     return found

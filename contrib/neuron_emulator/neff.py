@@ -15,11 +15,12 @@ def unwrap(graph: bytes) -> bytes:
     """The HLO of what `wrap` made. Raises DeviceError for a real NEFF, and for a graph of another release."""
     if not graph.startswith(MAGIC):
         raise DeviceError(
-            "the graph in model.pt was not made on the emulated Neuron device (it is a NEFF, or nothing): compile again here"
+            "the graph in model.pt was not made on an emulated Neuron device (is it a NEFF?): compile again here"
         )
     made_by, _, hlo = graph[len(MAGIC) :].partition(b"\n")
     if made_by.decode() != release():
         raise DeviceError(
-            f"the graph in model.pt was compiled with NxD Inference {made_by.decode()}, {release()} is here: compile again"
+            f"the graph in model.pt was compiled with NxD Inference {made_by.decode()}, here is {release()}: compile "
+            "again"
         )
     return hlo

@@ -1,19 +1,20 @@
 """What the emulated runtime does with a graph: `device.cpp` calls an `Executable` for each SPMDModel.
 
-A graph is an HloModuleProto in the place of the NEFF, see neff.py. XLA compiles it for the CPU, one replica per rank with real
-collectives; jax's client runs it in this process. Weights and states are tensors in the cores' memory: XLA reads them
-where they are, and what a graph returns for a state is written back to it.
+A graph is an HloModuleProto in the place of the NEFF, see neff.py. XLA compiles it for the CPU, one replica per rank
+with real collectives; jax's client runs it in this process. Weights and states are tensors in the cores' memory: XLA reads
+them where they are, and what a graph returns for a state is written back to it.
 """
 
 import collections
 import os
 import queue
 import threading
-from typing import Callable
+from collections.abc import Callable
 
 import ml_dtypes
 import numpy
 import torch
+
 from neuron_hlo import protos
 from neuron_hlo.stand_ins import torch_dtype
 
@@ -52,7 +53,7 @@ class Queue:
         threading.Thread(target=self._run, name="emulated-neuron-device", daemon=True).start()
 
     def submit(self, job: Callable[[], None], outputs: list[torch.Tensor]) -> None:
-        """Queues `job`, which writes `outputs`: a copy of one of them off the device waits for it, and raises its error."""
+        """Queues `job`, which writes `outputs`: a copy of one of them off the device waits, and raises its error."""
         self.jobs.put((job, extension.Execution(outputs)))
 
     def _run(self) -> None:
@@ -98,11 +99,14 @@ class Executable:
     # ---- load
 
     def initialize(self, states, weights, start_rank: int) -> None:
-        """Takes this graph's weights and states from those of each rank, and compiles. Raises DeviceError by the tensor's name."""
+        """Takes this graph's weights and states from those of each rank, and compiles it.
+
+        Raises DeviceError for a tensor that is missing, or has another shape, dtype or place; it says its name.
+        """
         if start_rank or self.world_size != self.ranks:
             raise DeviceError(
-                f"ranks {start_rank} to {start_rank + self.ranks - 1} of {self.world_size}: the emulated Neuron device is one "
-                "machine; set start_rank_id to 0 and local_ranks_size to tp_degree"
+                f"ranks {start_rank} to {start_rank + self.ranks - 1} of {self.world_size}: an emulated Neuron device is "
+                "one machine; set start_rank_id to 0 and local_ranks_size to tp_degree"
             )
         self.program = Program(neff.unwrap(self.graph), self.ranks)
         self.states, self.fixed = {}, {}
@@ -115,7 +119,8 @@ class Executable:
                 if meta.type == TYPES.INPUT_STATE:
                     self.states[number] = tensors
         self.reserved = [
-            torch.empty(self._io_bytes(), dtype=torch.uint8, device=f"privateuseone:{rank}") for rank in range(self.ranks)
+            torch.empty(self._io_bytes(), dtype=torch.uint8, device=f"privateuseone:{rank}")
+            for rank in range(self.ranks)
         ]
         self.initialized = True
 
@@ -127,7 +132,9 @@ class Executable:
                 raise DeviceError(f"{name} is not among the weights of rank {rank}, and the graph reads it")
             tensor = source[rank][name]
             if str(tensor.device) != f"privateuseone:{rank}":
-                raise DeviceError(f"{name} of rank {rank} is on {tensor.device}, not in the memory of NeuronCore {rank}")
+                raise DeviceError(
+                    f"{name} of rank {rank} is on {tensor.device}, not in the memory of NeuronCore {rank}"
+                )
             self._check(tensor, meta, f"{name} of rank {rank}")
             tensors.append(tensor)
         return tensors
@@ -174,7 +181,9 @@ class Executable:
         number = counts.total()
         self._check_inputs(inputs)
         # a tensor of the host may change after the call: it is taken over now, one of the device when it is its turn
-        given = [[tensor.clone() if tensor.device.type == "cpu" else tensor for tensor in of_rank] for of_rank in inputs]
+        given = [
+            [tensor.clone() if tensor.device.type == "cpu" else tensor for tensor in of_rank] for of_rank in inputs
+        ]
         outputs = [[self._empty(n, f"privateuseone:{rank}") for n in self.outputs] for rank in range(self.ranks)]
 
         def execute():

@@ -1,7 +1,7 @@
 """Makes this Python look like the Neuron SDK's, so that programs written for it run unmodified. Imports no torch.
 
-`make emulator-venv` has every interpreter of .venv-emulator call `activate` when it starts. NXD_SOURCE names the sources of
-the library, NXD_SRC:NXDI_SRC.
+`make emulator-venv` has every interpreter of .venv-emulator call `activate` when it starts. NXD_SOURCE names the
+library's sources, NXD_SRC:NXDI_SRC.
 """
 
 import email.message
@@ -15,7 +15,7 @@ from typing import Any
 
 from nxd_sources import inert
 
-from . import FOLDER, NAME
+from . import DEVICE_FILES, FOLDER, NAME
 
 CLOSED = ("torch_neuronx", "libneuronxla", "neuronxcc", "nki", "nkilib", "torchvision")
 _versions: dict[str, str] = {}  # distribution -> version, of what is stood in for
@@ -27,7 +27,7 @@ def release() -> str:
 
 
 def activate() -> None:
-    """Stands in for the SDK in this process; where that cannot be, says why in one line on stderr and leaves it alone."""
+    """Stands in for the SDK in this process, or says in one line on stderr why that cannot be."""
     if _versions:  # done before
         return
     try:
@@ -60,7 +60,7 @@ def _take_sources(source: str) -> str | None:
         file = Path(folder).resolve() / package / "_version.py"
         version = file.is_file() and re.search(r'__version__ = "([\d.]+)', file.read_text())
         if not version:
-            return f"NXD_SOURCE has {folder!r}, which is not a source folder of {package}: {file} is missing or names no version"
+            return f"NXD_SOURCE has {folder!r}, no source folder of {package}: {file} is missing or names no version"
         _versions[package.replace("_", "-")] = f"{version[1]}+emulated"
     for name in ("torch-neuronx", "neuronx-cc", "libneuronxla"):
         _versions[name] = "0+emulated"
@@ -72,12 +72,15 @@ def _modules() -> dict[str, dict[str, Any]]:
     """The closed modules, made when the first of them is imported: that takes torch and torch_xla."""
     from neuron_hlo import stand_ins
 
-    from . import compiler, device  # noqa: F401: registers torch.classes.neuron and the device
+    from . import compiler
+    from .device import extension  # noqa: F401  # with it come torch.classes.neuron and the device
 
     return compiler.modules(stand_ins.modules())
 
 
 class _ClosedModules(inert.Finder):
+    emulated_devices = DEVICE_FILES  # by this a program tells that nothing here is a device
+
     def find_spec(self, name, path=None, target=None):
         torch_xla = sys.modules.get("torch_xla")
         if name.startswith("libneuronxla") and torch_xla and not hasattr(torch_xla, "_found_libneuronxla"):
@@ -103,6 +106,9 @@ class _Distribution(importlib.metadata.Distribution):
         return FOLDER / path
 
 
+_ANY = importlib.metadata.DistributionFinder.Context()
+
+
 class _Versions(importlib.metadata.DistributionFinder):
     """Answers importlib.metadata for the distributions that are stood in for."""
 
@@ -111,6 +117,6 @@ class _Versions(importlib.metadata.DistributionFinder):
         return None
 
     @staticmethod
-    def find_distributions(context=importlib.metadata.DistributionFinder.Context()):
+    def find_distributions(context=_ANY):
         wanted = context.name and context.name.lower().replace("_", "-")
         return [_Distribution(name) for name in _versions if wanted in (None, name)]

@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 
 import numpy
+
 from neuron_hlo import protos
 
 from . import CORES
@@ -39,7 +40,9 @@ class Program:
         from jax._src.lib import xla_client
 
         if ranks > CORES:
-            raise DeviceError(f"{ranks} ranks, but the emulated Neuron device has {CORES} NeuronCores: set NEURON_EMULATOR_CORES")
+            raise DeviceError(
+                f"{ranks} ranks, but the emulated Neuron device has {CORES} NeuronCores: set NEURON_EMULATOR_CORES"
+            )
         self.devices = devices()[:ranks]
         self._zero_copy = xla_client._xla.HostBufferSemantics.ZERO_COPY
         self.client = self.devices[0].client

@@ -271,6 +271,7 @@ def modules() -> dict[str, dict[str, Any]]:
             "get_compile_command": get_compile_command,
             "save_compile_command": save_compile_command,
         },
+        "neuronxcc.nki": {"jit": ops.jit},
         "neuronxcc.nki._private_kernels.cumsum": {"cumsum": ops.cumsum},
         "nkilib.core.cumsum.cumsum": {"cumsum": ops.cumsum},
         "torch_neuronx.utils": {"get_platform_target": platform_target},

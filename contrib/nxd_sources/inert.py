@@ -9,7 +9,8 @@ import importlib.machinery
 import importlib.util
 import sys
 import types
-from typing import Any, Callable, Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 Modules = dict[str, dict[str, Any]]  # attributes by module name
 

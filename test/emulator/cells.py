@@ -86,4 +86,3 @@ def cells_of(version: str) -> list[Cell]:
     """Those of a release of NxD Inference."""
     possible = [c for c in CELLS if not c.only or version in c.only or CPU in c.only]
     return possible if version.startswith("0.8") else [cell for cell in possible if cell.name in CORE]
-

@@ -1,12 +1,13 @@
-"""Jobs of emulated.py beside those of model_jobs.py: what only a device path has, or what the project's own `generate` does."""
+"""Jobs of emulated.py beside those of model_jobs.py: what only a device path has, and the project's own `generate`."""
 
 import torch
+
 from nxd_sources import model_jobs
 
 
 def requests(model_cls, job, rank, out, make_ready):
-    """Greedy tokens of requests that come and go, as `model_jobs.serve`, with rows that rise by their line of the cache: an
-    engine's order, which async_mode wants."""
+    """Greedy tokens of requests that come and go, as `model_jobs.serve`, but with rows that rise by their line of the
+    cache: an engine's order, which async_mode wants."""
     model = model_jobs.build(model_cls, job)
     make_ready(model)
     tokens = [[] for _ in job["prompts"]]
@@ -57,8 +58,8 @@ def project_generate(model_cls, job, rank, out, make_ready):
 
 
 def left_out(model_cls, job, rank, out, make_ready):
-    """A token step for line 0 alone, while the other lines hold requests: which (line, position) of the first cache change,
-    per NeuronCore, and the position that line 0 wrote."""
+    """A token step for line 0 alone, while the other lines hold requests: which (line, position) of the first cache
+    change, per NeuronCore, and the position that line 0 wrote."""
     model = model_jobs.build(model_cls, job)
     make_ready(model)
     for line, prompt in enumerate(job["prompts"]):

@@ -1,12 +1,13 @@
-"""Runs jobs on an emulated Neuron device, with the library's own compile, load and forward: `python emulated.py JOBS.json`.
+"""Runs jobs on an emulated Neuron device, with the library's own compile, load and forward.
 
-To be run by .venv-emulator's Python with NXD_SOURCE set. {"package": FOLDER of smollm3_neuron, "paths": [...], "out": FOLDER,
+`.venv-emulator/bin/python emulated.py JOBS.json`, with NXD_SOURCE set. JOBS.json: {"paths": [...], "out": FOLDER,
 "processes": how many jobs at once, "jobs": [JOB, ...]}
 
-A job is one of model_jobs.py (`generate`, `serve`, `share`) or of device_jobs.py, and may have: "model" ("module:Class"),
-"twin" (a function of twins.py, called before the model is built and again before it is loaded), "artifact" (a folder that was compiled before),
-"environment". It is compiled in one process and run in another, which has nothing but the artifact. OUT/NAME/result.json:
-what the job returns with "counts" of executions, "compiled" graphs, "seconds" of compile, load and run; or {"error": ...}.
+A job is one of model_jobs.py (`generate`, `serve`, `share`) or of device_jobs.py, and may have: "model"
+("module:Class"), "twin" (a function of twins.py, called before the model is built and again before it is loaded),
+"artifact" (a folder that was compiled before), "environment". It is compiled in one process and run in another, which
+has nothing but the artifact. OUT/NAME/result.json: what the job returns, with "counts" of executions, "compiled"
+graphs, "seconds" of compile, load and run; or {"error": ...}.
 """
 
 import importlib
@@ -27,7 +28,7 @@ MODEL = "smollm3_neuron.modeling_smollm3_3b:NeuronSmolLM3ForCausalLM"
 
 
 class FromArtifact:
-    """Called like a model's class by model_jobs.py, it reads the artifact and nothing else, unless that has no weights."""
+    """Called like a model's class by model_jobs.py; it reads nothing but the artifact, unless that has no weights."""
 
     def __init__(self, model_cls, folder: Path):
         self.get_config_cls, self.model_cls, self.folder = model_cls.get_config_cls, model_cls, folder
@@ -43,7 +44,8 @@ def prepared(job, artifact: Path):
     import twins
 
     os.environ.update(job.get("environment", {}))
-    os.environ["LOCAL_WORLD_SIZE"] = str(job["neuron"]["tp_degree"])  # NxD of SDK 2.27 asks a launcher's variable at TP 4
+    # NxD of SDK 2.27 asks for a launcher's variable at TP 4
+    os.environ["LOCAL_WORLD_SIZE"] = str(job["neuron"]["tp_degree"])
     module, name = job.get("model", MODEL).split(":")
     model_cls = getattr(importlib.import_module(module), name)
     if "twin" in job:
@@ -67,9 +69,9 @@ def compile_job(job, out: Path, artifact: Path) -> dict:
 
 def run_job(job, out: Path, artifact: Path) -> dict:
     import device_jobs
-    from nxd_sources import model_jobs
 
     from neuron_emulator import runtime, xla
+    from nxd_sources import model_jobs
 
     xla.OPTIMIZATION_LEVEL = 0  # a job takes few steps: compiling is what would last
     model_cls = prepared(job, artifact)

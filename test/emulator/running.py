@@ -32,7 +32,10 @@ def run(release: Release, jobs: list[dict], out: Path, timeout: float = 120) -> 
     job_file.write_text(json.dumps({"paths": [str(HERE)], "out": str(out), "processes": PROCESSES, "jobs": jobs}))
     with open(out / "log", "w") as log:
         process = subprocess.Popen(
-            [PYTHON, HERE / "emulated.py", job_file], stdout=log, stderr=log, start_new_session=True,
+            [PYTHON, HERE / "emulated.py", job_file],
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
             env=environment(release, NEURON_EMULATOR_CACHE=str(out.parent / "executables")),
         )
         try:

@@ -5,9 +5,10 @@ Needs --nxd-source and `make emulator-venv`; asked for with -m emulator.
 
 import pytest
 import running
-from cells import CELLS, Cell, cells_of
+from cells import Cell, cells_of
 from places import TINY
-from reference import make_checkpoint, reference_tokens
+from reference import make_checkpoint
+
 from smollm3_neuron.artifact.settings import Settings
 from smollm3_neuron.check.reference import load_reference
 

@@ -1,4 +1,4 @@
-"""Broken twins of the device path, one fault each, called with the artifact's folder before the model is built or loaded."""
+"""Broken twins of the device path, one fault each; `artifact` is the folder that is compiled, or loaded."""
 
 import shutil
 
@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 def rows_in_the_callers_order(artifact):
     """Rows of a full batch are fed as they come, and line i of the cache is taken for row i."""
     from neuronx_distributed_inference.models.model_base import NeuronBaseForCausalLM
+
     from smollm3_neuron.modeling_smollm3_3b import NeuronSmolLM3ForCausalLM
 
     def forward(self, *args, **kwargs):
