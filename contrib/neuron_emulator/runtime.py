@@ -1,8 +1,8 @@
 """What the emulated runtime does with a graph: `device.cpp` calls an `Executable` for each SPMDModel.
 
 A graph is an HloModuleProto in the place of the NEFF, see neff.py. XLA compiles it for the CPU, one replica per rank
-with real collectives; jax's client runs it in this process. Weights and states are tensors in the cores' memory: XLA reads
-them where they are, and what a graph returns for a state is written back to it.
+with real collectives; jax's client runs it in this process. Weights and states are tensors in the cores' memory: XLA
+reads them where they are, and what a graph returns for a state is written back to it.
 """
 
 import collections
@@ -105,7 +105,7 @@ class Executable:
         """
         if start_rank or self.world_size != self.ranks:
             raise DeviceError(
-                f"ranks {start_rank} to {start_rank + self.ranks - 1} of {self.world_size}: an emulated Neuron device is "
+                f"ranks from {start_rank} on, {self.ranks} of {self.world_size}: an emulated Neuron device is "
                 "one machine; set start_rank_id to 0 and local_ranks_size to tp_degree"
             )
         self.program = Program(neff.unwrap(self.graph), self.ranks)

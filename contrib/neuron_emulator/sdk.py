@@ -17,6 +17,8 @@ from nxd_sources import inert
 
 from . import DEVICE_FILES, FOLDER, NAME
 
+# vllm-neuron's own looks for /dev/neuron*
+ENTRY_POINTS = "[vllm.platform_plugins]\nemulated_neuron = neuron_emulator.sdk:vllm_platform\n"
 CLOSED = ("torch_neuronx", "libneuronxla", "neuronxcc", "nki", "nkilib", "torchvision")
 _versions: dict[str, str] = {}  # distribution -> version, of what is stood in for
 
@@ -41,6 +43,11 @@ def activate() -> None:
     sys.meta_path.append(_Versions())
     os.environ["PJRT_DEVICE"] = "CPU"  # torch_xla's
     os.environ["PATH"] = f"{FOLDER / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
+
+
+def vllm_platform() -> str | None:
+    """Answers vLLM's `vllm.platform_plugins`: vllm-neuron's platform, where vllm-neuron is."""
+    return "vllm_neuron.platform.NeuronPlatform" if importlib.util.find_spec("vllm_neuron") else None
 
 
 def _real_sdk() -> str | None:
@@ -100,7 +107,7 @@ class _Distribution(importlib.metadata.Distribution):
         return message
 
     def read_text(self, filename):
-        return None
+        return ENTRY_POINTS if (filename, self._name) == ("entry_points.txt", "torch-neuronx") else None
 
     def locate_file(self, path):
         return FOLDER / path

@@ -1,5 +1,6 @@
 """Starts emulated.py in .venv-emulator for a list of jobs."""
 
+import contextlib
 import json
 import os
 import signal
@@ -25,6 +26,13 @@ def environment(release: Release, **more: str) -> dict[str, str]:
     return {**os.environ, "NXD_SOURCE": f"{release.nxd}:{release.nxdi}", "OMP_NUM_THREADS": "1", **more}
 
 
+def end(process: subprocess.Popen) -> None:
+    """The process and all that it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
 def run(release: Release, jobs: list[dict], out: Path, timeout: float = 120) -> dict[str, dict]:
     """Results by job name; `timeout` in seconds is for each job. RuntimeError where not even a job could be begun."""
     out.mkdir(parents=True, exist_ok=True)
@@ -41,8 +49,7 @@ def run(release: Release, jobs: list[dict], out: Path, timeout: float = 120) -> 
         try:
             code = process.wait(60 + timeout * len(jobs))
         finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+            end(process)
     if code:
         raise RuntimeError(f"emulated.py on {release.version} ended with {code}:\n{(out / 'log').read_text()[-6000:]}")
     return {job["name"]: json.loads((out / job["name"] / "result.json").read_text()) for job in jobs}
