@@ -6,7 +6,6 @@ reads them where they are, and what a graph returns for a state is written back 
 """
 
 import collections
-import os
 import queue
 import threading
 from collections.abc import Callable
@@ -32,8 +31,6 @@ NUMPY_VIEWS = {  # dtypes that numpy has not: the bits as torch gives them, and 
 _random = torch.Generator()  # a device's is its own: torch.manual_seed does not reach it
 _random.seed()
 counts = collections.Counter()  # "forward", "forward_async", "forward_ranked": calls since the process began
-
-extension.limit_memory(int(float(os.environ.get("NEURON_EMULATOR_CORE_GB", 16)) * (1 << 30)))
 
 
 def as_numpy(tensor: torch.Tensor) -> numpy.ndarray:
@@ -118,10 +115,13 @@ class Executable:
                 self.fixed[number] = self.program.share([as_numpy(tensor) for tensor in tensors])
                 if meta.type == TYPES.INPUT_STATE:
                     self.states[number] = tensors
-        self.reserved = [
-            torch.empty(self._io_bytes(), dtype=torch.uint8, device=f"privateuseone:{rank}")
-            for rank in range(self.ranks)
-        ]
+        try:
+            self.reserved = [
+                torch.empty(self._io_bytes(), dtype=torch.uint8, device=f"privateuseone:{rank}")
+                for rank in range(self.ranks)
+            ]
+        except RuntimeError as error:
+            raise DeviceError(str(error)) from None
         self.initialized = True
 
     def _of_ranks(self, meta, source) -> list[torch.Tensor]:

@@ -40,10 +40,9 @@ class FromArtifact:
 
 
 def prepared(job, artifact: Path):
-    """The model's class, after the job's environment and twin."""
+    """The model's class, after the job's twin."""
     import twins
 
-    os.environ.update(job.get("environment", {}))
     # NxD of SDK 2.27 asks for a launcher's variable at TP 4
     os.environ["LOCAL_WORLD_SIZE"] = str(job["neuron"]["tp_degree"])
     module, name = job.get("model", MODEL).split(":")
@@ -99,6 +98,7 @@ def in_child(function, job, out: Path, artifact: Path) -> dict:
         log = os.open(out / f"{function.__name__}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(log, 1)
         os.dup2(log, 2)
+        os.environ.update(job.get("environment", {}))
         try:
             result = function(job, out, artifact)
         except BaseException as error:
