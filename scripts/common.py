@@ -88,7 +88,7 @@ def check_outputs(*paths: Path | None) -> None:
 
 
 def run(main) -> None:
-    """Runs a command; a user's mistake is one line and exit code 2, an error of a device one line, or ends with advice."""
+    """Runs a command; a mistake of the user is one line and exit code 2, an error of a device one line or advice."""
     began = time.time()
     try:
         main()

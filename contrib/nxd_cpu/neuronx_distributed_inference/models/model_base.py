@@ -162,7 +162,9 @@ class NeuronBaseForCausalLM(NeuronApplicationBase):
         self.vocab_size, self.padding_side = self.text_config.vocab_size, self.neuron_config.padding_side
         self.kv_cache_populated = False
         self.on_device_sampling = self.neuron_config.on_device_sampling_config is not None
-        self.default_sampling_params = torch.ones(self.neuron_config.batch_size, 3)  # the best token, whatever is configured
+        self.default_sampling_params = torch.ones(
+            self.neuron_config.batch_size, 3
+        )  # the best token, whatever is configured
         self.model_wrapper = self.get_model_wrapper_cls()
         self.enable_context_encoding()
         self.enable_token_generation()
