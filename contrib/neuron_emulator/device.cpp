@@ -41,17 +41,24 @@ struct Execution {
 std::mutex mutex;
 std::condition_variable finished;
 std::array<size_t, CORES> bytes_in_use{};
-size_t bytes_per_core = size_t(16) << 30;
 std::map<const void*, std::shared_ptr<Execution>> writers;  // by storage: the execution whose output it is
 int executions_in_flight = 0;
 thread_local c10::DeviceIndex current_core = 0;
 
+size_t bytes_per_core() {  // read when a process first allocates: it may be a fork of one that has imported this
+  static const size_t bytes = [] {
+    const char* gigabytes = std::getenv("NEURON_EMULATOR_CORE_GB");
+    return size_t((gigabytes ? std::atof(gigabytes) : 16) * (1 << 30));
+  }();
+  return bytes;
+}
+
 void take(c10::DeviceIndex core, size_t bytes) {
   std::lock_guard<std::mutex> guard(mutex);
-  if (bytes_in_use.at(core) + bytes > bytes_per_core) {
+  if (bytes_in_use.at(core) + bytes > bytes_per_core()) {
     std::ostringstream what;
     what << "out of device memory on NeuronCore " << int(core) << " of the emulated Neuron device: " << bytes
-         << " bytes wanted, " << bytes_in_use[core] << " of " << bytes_per_core << " in use";
+         << " bytes wanted, " << bytes_in_use[core] << " of " << bytes_per_core() << " in use";
     throw std::runtime_error(what.str());
   }
   bytes_in_use[core] += bytes;
@@ -361,7 +368,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     const auto writer = writer_of(tensor);
     return writer ? writer->error : std::string();
   });
-  m.def("limit_memory", [](size_t bytes) { bytes_per_core = bytes; });
   m.def("memory_in_use", [](int core) {
     std::lock_guard<std::mutex> guard(mutex);
     return bytes_in_use.at(core);

@@ -1,6 +1,5 @@
 """The C++ extension (device.cpp), and torch's module for its device, `torch.privateuseone`."""
 
-import os
 import types
 
 import neuron_emulator_device as extension
@@ -24,5 +23,4 @@ def _device_module() -> types.ModuleType:
     return module
 
 
-extension.limit_memory(int(float(os.environ.get("NEURON_EMULATOR_CORE_GB", 16)) * (1 << 30)))
 torch._register_device_module("privateuseone", _device_module())
