@@ -7,7 +7,7 @@ from cells import BUCKETS, COME_AND_GO, CONTINUOUS_1, GREEDY, REQUESTS, TWO, Cel
 from places import TINY
 from reference import reference_tokens
 from safetensors.torch import load_file
-from test_features import prompt
+from test_features import PREFIX_CACHING, WINDOWED, prompt
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 pytestmark = pytest.mark.emulator
@@ -21,6 +21,12 @@ TWO_BUCKETS = Cell("buckets", {"tp_degree": 2, "batch_size": 1, **BUCKETS}, [pro
 
 PROJECT = {"kind": "project_generate"}
 
+# artifacts on which `generate` has more to hand over than on others
+GENERATE = {
+    "prefix-caching": Cell("prefix-caching", {**PREFIX_CACHING, "tp_degree": 2}, [prompt(40), prompt(200, 1)], "long"),
+    "windows": Cell("windows", {**WINDOWED, "tp_degree": 2}, TWO),
+    "async": Cell("async", ASYNC.neuron, TWO),
+}
 # twin -> the cell that it breaks, and the message that names it; None: the tokens are others
 TWINS = {
     "rows_in_the_callers_order": (CONTINUOUS, None),
@@ -80,6 +86,7 @@ def results(nxd_releases, run):
         ("fault-fail-async", ASYNC, {"environment": {"NEURON_EMULATOR_FAULTS": "fail=12"}}),
         ("nan", tiny("nan", {}), {**PROJECT, "groups": [1], "environment": {"NEURON_EMULATOR_FAULTS": "nan=8"}}),
         ("groups", CONTINUOUS, {**PROJECT, "groups": [1, 2, 3, 4]}),
+        *[(f"generate-{name}", cell, {**PROJECT, "groups": [1, 2]}) for name, cell in GENERATE.items()],
         ("left-out", CONTINUOUS, {"kind": "left_out", "prompts": [prompt(9), prompt(60, 1), prompt(30, 2)]}),
         ("memory", GREEDY_TINY, {"kind": "memory"}),
     ]
@@ -116,6 +123,14 @@ def test_generate_takes_any_number_of_prompts_with_continuous_batching(results, 
     assert "error" not in result, result["traceback"]
     wanted = [reference_tokens(checkpoints["plain"], tuple(row), 24, ()) for row in REQUESTS]
     assert result["tokens"] == [wanted[:1], wanted[:2], wanted[:3], wanted[:4]]
+
+
+def test_generate_answers_on_artifacts_of_every_kind(results, checkpoints):
+    for name, cell in GENERATE.items():
+        result = results[f"generate-{name}"]
+        assert "error" not in result, (name, result["traceback"])
+        wanted = [reference_tokens(checkpoints[cell.checkpoint], tuple(row), 24, ()) for row in cell.prompts]
+        assert result["tokens"] == [wanted[:1], wanted], name
 
 
 def test_a_line_that_is_left_out_is_overwritten_by_the_first_row(results):

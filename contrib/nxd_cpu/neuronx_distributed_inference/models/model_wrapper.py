@@ -103,7 +103,7 @@ class ModelWrapper(nn.Module):
         return self._run(bucket, filled[order], *(tensor[order] for tensor in rest))[seq_ids]
 
     def _fill_up(self, seq_ids: Tensor, *tensors: Tensor) -> Sequence[Tensor]:
-        """Repeat the first row up to the compiled batch; -1 - n for a line n of the cache that is not among `seq_ids`."""
+        """Repeat the first row up to the compiled batch; -1 - n stands for a line n that `seq_ids` leave out."""
         missing = self.neuron_config.batch_size - len(seq_ids)
         used = set(seq_ids.tolist())
         free = [line for line in range(self.neuron_config.kv_cache_batch_size) if line not in used]
