@@ -4,15 +4,23 @@ Needs `contrib/neuron_emulator/make_venv.sh vllm`, --nxd-source of SDK 2.28, and
 VLLM_NEURON_SOURCE; asked for with -m emulator.
 """
 
+import contextlib
 import json
 import os
 import random
+import re
+import shlex
+import shutil
+import socket
 import subprocess
+import time
+import urllib.request
 
 import pytest
 import running
-from places import ROOT
+from places import ROOT, TINY
 from reference import make_checkpoint, reference_tokens
+from transformers import AutoTokenizer
 
 pytestmark = pytest.mark.emulator
 PYTHON = ROOT / ".venv-emulator-vllm/bin/python"
@@ -119,3 +127,79 @@ def test_prefix_cache_hits(release, source, tmp_path, checkpoint):
     wanted = expected(checkpoint, prompts, lengths)
     assert [[answer["tokens"] for answer in answers] for answers in rounds] == [wanted, wanted]
     assert [answer["cached"] for answer in rounds[1]] == [64, 64, 64, 64, 32, 128]
+
+
+@pytest.fixture(scope="module")
+def serve_command(release, source, tmp_path_factory):
+    """What compile.py --for-vllm prints, as words; the first sets NEURON_COMPILED_ARTIFACTS. At TP 2."""
+    scratch = tmp_path_factory.mktemp("artifact")
+    shutil.copytree(TINY, scratch / "tiny")
+    command = [
+        PYTHON, ROOT / "scripts/compile.py", "--model", scratch / "tiny", "--tp", "2", "--batch-size", "4", "--seq-len",
+        "256", "--dtype", "float32", "--for-vllm", "--device", "neuron", "--output", scratch / "artifact",
+    ]  # fmt: skip
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=600, cwd=ROOT, env=environment(release, source, scratch)
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return shlex.split(re.search("^Serve it: (.*)$", done.stdout, re.M)[1])
+
+
+@contextlib.contextmanager
+def server(release, source, scratch, command, **variables):
+    """The base URL of `vllm serve` once it answers, and its process."""
+    name, folder = command[0].split("=", 1)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = [PYTHON, "-m", "vllm.entrypoints.cli.main", *command[2:], "--host", "127.0.0.1", "--port", str(port)]
+    with open(scratch / "log", "w") as log:
+        process = subprocess.Popen(
+            words, stdout=log, stderr=log, start_new_session=True, cwd=scratch,
+            env=environment(release, source, scratch, **{name: folder, **variables}),
+        )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 900
+        while not answers(f"http://127.0.0.1:{port}/health"):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"no server ({process.poll()}):\n{(scratch / 'log').read_text()[-6000:]}")
+            time.sleep(1)
+        yield f"http://127.0.0.1:{port}/v1", process
+    finally:
+        running.end(process)
+
+
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as response:
+            return response.status == 200
+    except OSError:
+        return False
+
+
+def complete(url: str, model: str, prompt: str) -> str:
+    body = {"model": model, "prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    request = urllib.request.Request(
+        f"{url}/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=300) as response:
+        return json.loads(response.read())["choices"][0]["text"]
+
+
+def test_a_server_starts_from_an_artifact_and_compiles_nothing(release, source, tmp_path, serve_command):
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    prompt = "The square root of 144 is"
+    wanted = reference_tokens(str(TINY), tuple(tokenizer(prompt)["input_ids"]), 12, ())
+    with server(release, source, tmp_path, serve_command) as (url, _):
+        got = complete(url, serve_command[3], prompt)
+    assert got == tokenizer.decode(wanted, skip_special_tokens=True)
+    assert not (tmp_path / "work").exists()  # where the library would compile
+
+
+def test_a_failing_execution_is_an_error_and_nothing_hangs(release, source, tmp_path, serve_command):
+    with (
+        server(release, source, tmp_path, serve_command, NEURON_EMULATOR_FAULTS="fail=8") as (url, process),
+        pytest.raises(OSError, match="500|reset|refused|closed"),
+    ):
+        complete(url, serve_command[3], "The square root of 144 is")
+    assert "execution 8 failed" in (tmp_path / "log").read_text()
