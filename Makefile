@@ -4,7 +4,7 @@ TP ?= 2
 VENV := .venv
 STAMP := $(VENV)/.installed
 
-.PHONY: demo lint test hlo-venv vllm-venv clean
+.PHONY: demo lint test hlo-venv emulator-venv vllm-venv clean
 
 demo: $(STAMP)
 	$(VENV)/bin/python scripts/compile.py --model tiny --tp $(TP) --seq-len 128 --dtype float32 --device cpu --output artifacts/tiny-demo-tp$(TP)
@@ -21,6 +21,13 @@ test: lint
 # the compile path without a device, see contrib/neuron_hlo
 hlo-venv:
 	PYTHON=$(PYTHON) contrib/neuron_hlo/make_venvs.sh
+
+# the device path without a device, see contrib/neuron_emulator
+emulator-venv: .venv-hlo/.installed
+	contrib/neuron_emulator/make_venv.sh
+
+.venv-hlo/.installed:
+	$(MAKE) hlo-venv
 
 # real vLLM beside the model, see SERVING.md
 vllm-venv:

@@ -188,14 +188,16 @@ def compatibility_row(folder: Path) -> str:
     environment, validation, vllm = (
         json.loads((folder / f"{step}.json").read_text()) for step in ("environment", "validate", "vllm")
     )
-    on_device, versions = environment["place"] == "neuron", environment["versions"]
+    place, versions = environment["place"], environment["versions"]
+    cpu = f"a CPU, {environment['cpus']} cores"
+    machine = {"neuron": environment["instance"], "emulated": f"an emulated Neuron device on {cpu}", "cpu": cpu}
     prompts = [case for case in validation["cases"] if case["kind"] == "prompt"]
     speed = measured(folder, "benchmark")
     first = json.loads((folder / "benchmark-1.json").read_text())["rows"]
     (beside,) = (row for row in first if row["engine"] == "artifact")
     cells = (
-        environment["instance"] if on_device else f"a CPU, {environment['cpus']} cores",
-        versions["neuronx-distributed-inference"] if on_device else "none: nxd_cpu",
+        machine[place],
+        "none: nxd_cpu" if place == "cpu" else versions["neuronx-distributed-inference"],
         versions["neuronx-cc"] or "none",
         validation["model"],
         validation["settings"]["tp_degree"],

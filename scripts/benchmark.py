@@ -296,6 +296,8 @@ def make_notes(args: argparse.Namespace, place: str, artifacts: list[Artifact], 
         "are transformers' least time over the row's own, above 1 is faster; memory is what no file backs, over what "
         "it was before loading"
     ]
+    if place == "emulated":
+        notes.append("the times are an emulation's on this CPU, of no device")
     for artifact in artifacts:
         if artifact.exported_because:
             notes.append(f"{artifact.path.name}: its exported graphs run as they are: {artifact.exported_because}")

@@ -88,7 +88,7 @@ def check_outputs(*paths: Path | None) -> None:
 
 
 def run(main) -> None:
-    """Runs a command; a user's mistake is one line and exit code 2, a known error of a device ends with advice."""
+    """Runs a command; a mistake of the user is one line and exit code 2, an error of a device one line or advice."""
     began = time.time()
     try:
         main()
@@ -102,8 +102,12 @@ def run(main) -> None:
         sys.exit(1)
     except Exception as error:
         advice = advice_on_error(error, began)
-        if advice is None:
+        if advice is not None:
+            traceback.print_exception(error)
+        elif isinstance(error, RuntimeError) and "torch_neuronx" in sys.modules:
+            # TorchScript puts its own traceback before what the runtime said
+            advice = f"the Neuron device failed: {str(error).strip().splitlines()[-1]}"
+        else:
             raise
-        traceback.print_exception(error)
         print(f"error: {advice}", file=sys.stderr)
         sys.exit(1)

@@ -250,7 +250,9 @@ def compile_and_report(args: argparse.Namespace, settings: Settings) -> None:
     place = choose_place(args.device)
     folder, name, revision = locate_model(args.model, args.revision)
     output = args.output or Path("artifacts") / f"{Path(name).name}-tp{args.tp}"
-    if place == "neuron":
+    if place == "emulated":
+        print("This is an emulated Neuron device: its graphs are HLO for XLA-CPU, and no NEFF.")
+    if place != "cpu":
         weight_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
         for warning in check_device(args.tp, weight_bytes, output):
             print(f"warning: {warning}")

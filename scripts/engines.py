@@ -18,7 +18,7 @@ import common
 
 from smollm3_neuron.artifact.folder import open_artifact
 from smollm3_neuron.errors import SmolLM3Error
-from smollm3_neuron.machine.preflight import choose_place
+from smollm3_neuron.machine.runtime import ensure_neuronx
 
 # a function of (prompts, number of new tokens, what to call at each new token)
 Answer = Callable[[list[list[int]], int, Callable[[], None]], None]
@@ -52,7 +52,7 @@ class Engine:
 
 
 def load_artifact(job: dict) -> Answer:
-    choose_place(job["place"])
+    ensure_neuronx()
     from smollm3_neuron.generate.generation import generate
 
     model = open_artifact(Path(job["artifact"]), job["place"]).load()

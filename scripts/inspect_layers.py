@@ -77,7 +77,7 @@ def on_sources(artifact: Artifact, nxd_source: str):
 
 def open_for_inspection(args: argparse.Namespace) -> Artifact:
     place = "cpu" if args.nxd_source else choose_place(args.device)
-    if place == "neuron":
+    if place != "cpu":
         raise SmolLM3Error(
             "inspect_layers.py cannot look into a device: NxD Inference 0.7 and 0.8 capture no tensors of a text "
             "model; run it in an environment without the SDK, on an artifact of the same checkpoint for the CPU"

@@ -132,8 +132,11 @@ def test_made_for_something_else(copy):
     manifest = json.loads((copy / MANIFEST).read_text())
     with pytest.raises(SmolLM3Error, match="made for tp_degree 2, not 4; compile it for 4"):
         open_artifact(copy, "cpu", tp_degree=4)
-    with pytest.raises(SmolLM3Error, match="made for 'cpu', but this is 'neuron'"):
-        open_artifact(copy, "neuron")
+    for made_for, here in (("cpu", "neuron"), ("emulated", "neuron"), ("neuron", "emulated")):
+        rewrite(copy, place=made_for)
+        with pytest.raises(SmolLM3Error, match=f"made for '{made_for}', but this is '{here}'"):
+            open_artifact(copy, here)
+    rewrite(copy, place="cpu")
     rewrite(copy, versions={**manifest["versions"], "torch": "2.0.0"})
     with pytest.raises(SmolLM3Error, match="made with torch 2.0.0, here is"):
         open_artifact(copy, "cpu")

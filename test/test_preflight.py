@@ -1,11 +1,12 @@
 """The preflight's rules, on what the machine's tools would print. No device is here."""
 
+import importlib.machinery
 import re
 
 import pytest
 
 from smollm3_neuron.errors import SmolLM3Error
-from smollm3_neuron.machine import preflight
+from smollm3_neuron.machine import preflight, runtime
 
 TRN1_2XLARGE = [
     {"neuron_device": 0, "nc_count": 2, "memory_size": 34359738368, "neuroncore_ids": [0, 1], "neuron_processes": []}
@@ -144,6 +145,19 @@ def test_a_full_disk_and_little_memory(machine, tmp_path):
 def test_places_that_are_not_here(asked, message):
     with pytest.raises(SmolLM3Error, match=message):
         preflight.choose_place(asked)
+
+
+def test_an_emulated_device_is_a_place_of_its_own(monkeypatch, tmp_path):
+    class Loader:
+        emulated_devices = tmp_path
+
+    spec = importlib.machinery.ModuleSpec("torch_neuronx", Loader())
+    monkeypatch.setattr(runtime.importlib.util, "find_spec", lambda name: spec if name == "torch_neuronx" else None)
+    monkeypatch.setattr(preflight, "ensure_neuronx", lambda: "neuron")
+    with pytest.raises(SmolLM3Error, match="no Neuron device here"):
+        preflight.choose_place("neuron")
+    (tmp_path / "neuron0").touch()
+    assert preflight.choose_place("neuron") == preflight.choose_place("auto") == "emulated"
 
 
 def test_the_cpu_runtime_is_refused_beside_the_sdk(monkeypatch):

@@ -18,8 +18,8 @@ def _faults(facts: dict[str, Any], schedule: list[int], neuron: dict[str, Any]) 
         yield "fallback", f"operations given back to the host: {facts['fallbacks']}"
     if facts["executions"]:
         yield "execution", f"{facts['executions']} executions while tracing: a tensor's value was asked for"
-    buffers = {str(number) for number in facts["buffers"]}
-    tensors = {number: of for number, of in facts["constants"].items() if of[1] and str(number) not in buffers}
+    known = {str(number) for number in [*facts["buffers"], *facts["uniform"]]}
+    tensors = {number: of for number, of in facts["constants"].items() if of[1] and str(number) not in known}
     if tensors:
         yield "constant", f"tensors from outside the model became parameters: {tensors}"
     if facts["dynamic"] or facts["float64"]:

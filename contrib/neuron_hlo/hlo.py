@@ -170,6 +170,7 @@ def facts(module, record) -> dict[str, Any]:
             "states": {name: [n, *shape_of(n)] for n, name in record.states.items() if n >= 0},
             "weights": {name: [n, *shape_of(n)] for n, name in record.weights.items()},
             "constants": {n: [str(value.dtype), list(value.shape)] for n, value in record.constants.items()},
+            "uniform": record.uniform,
             "buffers": record.buffers,
             "projections": graph.projections(record.weights),
             "aliased": {output: record.states.get(n) for output, n in sorted(graph.aliases().items())},

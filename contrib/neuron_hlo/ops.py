@@ -3,8 +3,9 @@
     RmsNorm       x [..., hidden], weight [hidden]: AwsNeuronRmsNorm on a device, plain multiplications here
     TopK, Argmax, Softmax      over one dimension: custom calls on a device, torch's own here (Argmax's indices: int32)
     ConcatenateOp              torch.cat
-    xla_hlo_call  NxDI's hand-written HLO (dynamic_update_slice into a cache), built with torch_xla's XlaBuilder
-    nki_jit       a kernel: raises where one is called
+    xla_hlo_call  NxDI's hand-written HLO (dynamic_update_slice into a cache), built with torch_xla's XlaBuilder; random
+                  numbers, which that cannot build, become a parameter of the graph, see `uniform_like`
+    nki_jit       a kernel: raises where one is called, but for the sampler's cumsum, which is torch's own here
 
 It does not show what the custom calls compute on a device, nor that the compiler takes them.
 """
@@ -24,9 +25,6 @@ class TopK:
     @staticmethod
     def apply(x, k, dim):
         return tuple(torch.topk(x, k, dim=dim))
-
-
-TopK.apply.func_name = "TopK"  # NxD asks it, to tell a kernel: inert ones have none
 
 
 class Argmax:
@@ -88,7 +86,18 @@ class _Operand:
         return tuple(self.op.shape().sizes)
 
 
+uniform: list[torch.Tensor] = []  # what `uniform_like` made since the trace began
+
+
+def uniform_like(tensor):
+    """Random numbers from 0 to 1 that whoever runs the graph is to draw anew for each execution."""
+    uniform.append(torch.rand(tensor.shape, dtype=tensor.dtype, device="cpu").to(tensor.device))
+    return uniform[-1]
+
+
 def xla_hlo_call(function):
+    if "Rng" in function.__code__.co_names:
+        return uniform_like
     operation = xla_op_registry.register(
         function.__name__, lambda *ops, **kwargs: function(*map(_Operand, ops), **kwargs).op
     )
@@ -100,18 +109,35 @@ def xla_hlo_call(function):
     return call
 
 
+def cumsum(x, output=None, axis=1):
+    """Written into `output`, as the kernel of NxDI 0.8 has it, or returned, as 0.9's."""
+    if output is None:
+        return torch.cumsum(x, axis)
+    output.copy_(torch.cumsum(x, axis))
+
+
 class _Kernel:
     """Called bare or with a grid, `kernel[grid](...)`."""
 
     def __init__(self, kernel):
-        self.name = getattr(kernel, "__name__", str(kernel))
+        self.kernel, self.name = kernel, getattr(kernel, "__name__", str(kernel))
 
     def __getitem__(self, grid):
         return self
 
     def __call__(self, *args, **kwargs):
+        if self.kernel is cumsum:
+            return cumsum(*args, **kwargs)
         raise RuntimeError(f"the NKI kernel {self.name} cannot be traced without the Neuron SDK")
 
 
 def nki_jit(*args, **kwargs):
     return _Kernel
+
+
+def jit(kernel=None, **options):
+    """`nki.jit`, bare or with options. NxD tells its kernels apart by `func_name`."""
+    if kernel is None:
+        return jit
+    kernel.func_name = kernel.__name__
+    return kernel

@@ -15,7 +15,7 @@ ENUMS = {
         "C128 F8E5M2 F8E4M3FN S4 U4 F8E4M3B11FNUZ F8E5M2FNUZ F8E4M3FNUZ S2 U2 F8E4M3 F8E3M4"
     ),
     "Kind": "UNDEFINED_ALIAS MAY_ALIAS MUST_ALIAS",
-    "MetaTensorType": "UNKNOWN USER_INPUT INPUT_WEIGHT INPUT_STATE OUTPUT",
+    "MetaTensorType": "UNKNOWN USER_INPUT INPUT_WEIGHT INPUT_STATE OUTPUT CONSTANT UNIFORM",
 }
 
 # message -> "name type number", a star before the type: repeated, two types with a colon: a map
@@ -70,7 +70,7 @@ MESSAGES = {
     ),
     "MetaTensor": (
         "name bytes 1, shape *int64 2, data_type int32 3, type MetaTensorType 4, checkpoint_key bytes 5, "
-        "user_input_key bytes 6"
+        "user_input_key bytes 6, value bytes 7"
     ),
     "MetaNeff": "input_tensors *MetaTensor 1, output_tensors *MetaTensor 2, output_aliases_to int32:int32 3",
 }

@@ -42,6 +42,8 @@ PRIMITIVE_TYPES = {
     torch.uint8: "U8",
     torch.int8: "S8",
     torch.bool: "PRED",
+    torch.float8_e4m3fn: "F8E4M3FN",
+    torch.float8_e5m2: "F8E5M2",
 }
 NUMBERS = {dtype: getattr(protos.PrimitiveType, name) for dtype, name in PRIMITIVE_TYPES.items()}
 
@@ -58,9 +60,8 @@ class TraceRecord:
     states: dict[int, str]
     weights: dict[int, str]
     constants: dict[int, torch.Tensor]  # read by the graph, and neither an input nor in the model's state dict
-    buffers: dict[
-        int, str
-    ]  # those constants that are buffers of the model: inverse frequencies, from the second bucket on
+    uniform: list[int]  # those constants that are random numbers, to be drawn anew for each execution
+    buffers: dict[int, str]  # those that are buffers of the model: inverse frequencies, from the second bucket on
     unread: list[str]
     fallbacks: dict[str, int]  # aten operations that torch_xla gave back to the host
     executions: int  # of graphs while tracing: someone asked for a tensor's value
@@ -111,6 +112,7 @@ def generate_hlo(func, example_inputs, input_output_aliases=None, preserve_param
     inputs = [tensor.to(device) for tensor in example_inputs]
     torch_xla.sync(wait=True)
     metrics.clear_all()
+    ops.uniform.clear()
     with torch.no_grad(), torch.device(device):
         outputs = func(*inputs)
     fallbacks = {name: metrics.counter_value(name) for name in metrics.counter_names() if name.startswith("aten::")}
@@ -132,6 +134,7 @@ def generate_hlo(func, example_inputs, input_output_aliases=None, preserve_param
         # "->" stands for the dot in parameter names that NxD registers
         weights={n: name.replace("->", ".") for name, n in weights.items()},
         constants={n: tensor.detach().cpu() for n, tensor in constants.items()},
+        uniform=[context.tensor_parameter_id(tensor) for tensor in ops.uniform],
         buffers=buffers,
         unread=[name for name, n in numbers.items() if n < 0],
         fallbacks=fallbacks,
@@ -156,20 +159,28 @@ def generate_hlo(func, example_inputs, input_output_aliases=None, preserve_param
 
 
 def metaneff(module, record: TraceRecord):
-    """Names and shapes of the graph's parameters and outputs, as the runtime would be told them."""
+    """Names and shapes of the graph's parameters and outputs, as the runtime would be told them.
+
+    `user_input_key` is the input's place among those that the flattener leaves; `value` a constant's bytes.
+    UNIFORM are random numbers from 0 to 1, drawn for each execution.
+    """
     types = protos.MetaTensor.Type
     shape = entry_computation(module).program_shape
     meta = protos.MetaNeff()
+    read = [n for n in record.inputs if n >= 0]
     for n, parameter in enumerate(shape.parameters):
-        key = record.states.get(n) or record.weights.get(n) or ""
-        kind = types.INPUT_STATE if n in record.states else types.INPUT_WEIGHT if key else types.USER_INPUT
-        meta.input_tensors.add(
-            name=f"input{n}".encode(),
-            shape=parameter.dimensions,
-            data_type=parameter.element_type,
-            type=kind,
-            checkpoint_key=key.encode(),
-        )
+        tensor = meta.input_tensors.add(shape=parameter.dimensions, data_type=parameter.element_type)
+        if n in record.inputs:
+            tensor.type, tensor.user_input_key = types.USER_INPUT, str(read.index(n)).encode()
+            tensor.name = f"input {record.inputs.index(n)}".encode()
+        elif n in record.uniform:
+            tensor.type = types.UNIFORM
+        elif n in record.constants:
+            tensor.type, tensor.name = types.CONSTANT, f"constant {n}".encode()
+            tensor.value = record.constants[n].contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        else:
+            tensor.type = types.INPUT_STATE if n in record.states else types.INPUT_WEIGHT
+            tensor.name = tensor.checkpoint_key = (record.states.get(n) or record.weights[n]).encode()
     for output in shape.result.tuple_shapes:
         meta.output_tensors.add(shape=output.dimensions, data_type=output.element_type, type=types.OUTPUT)
     for entry in module.input_output_alias.entries:
@@ -260,6 +271,9 @@ def modules() -> dict[str, dict[str, Any]]:
             "get_compile_command": get_compile_command,
             "save_compile_command": save_compile_command,
         },
+        "neuronxcc.nki": {"jit": ops.jit},
+        "neuronxcc.nki._private_kernels.cumsum": {"cumsum": ops.cumsum},
+        "nkilib.core.cumsum.cumsum": {"cumsum": ops.cumsum},
         "torch_neuronx.utils": {"get_platform_target": platform_target},
         "torch_neuronx.utils.utils": {"get_platform_target": platform_target, "SUPPORTED_TYPES": []},
         "torch_neuronx.proto.metaneff_pb2": messages,

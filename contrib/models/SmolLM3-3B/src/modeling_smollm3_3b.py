@@ -295,11 +295,16 @@ class NeuronSmolLM3ForCausalLM(NeuronBaseForCausalLM):
     def forward(self, input_ids=None, seq_ids=None, attention_mask=None, position_ids=None, **kwargs):
         """Runs the library's forward for `seq_ids` in any order: it takes row i of a full batch for the cache's line i.
 
+        Without `sampling_params` they are the library's default for as many rows as there are: its own has as many as
+        the batch, and no graph for one prompt takes those.
+
         Raises SmolLM3Error for prompts that are padded on the left, which the library would read as if they were not,
         and for `seq_ids` that do not rise with async_mode.
         """
         if attention_mask is not None and (attention_mask[:, 1:] > attention_mask[:, :-1]).any():
             raise SmolLM3Error("attention_mask has a 0 before a 1: pad prompts on the right")
+        if kwargs.get("sampling_params") is None:
+            kwargs["sampling_params"] = self.default_sampling_params[: len(input_ids)]
         inputs = dict(
             kwargs, input_ids=input_ids, seq_ids=seq_ids, attention_mask=attention_mask, position_ids=position_ids
         )

@@ -162,6 +162,9 @@ class NeuronBaseForCausalLM(NeuronApplicationBase):
         self.vocab_size, self.padding_side = self.text_config.vocab_size, self.neuron_config.padding_side
         self.kv_cache_populated = False
         self.on_device_sampling = self.neuron_config.on_device_sampling_config is not None
+        self.default_sampling_params = torch.ones(
+            self.neuron_config.batch_size, 3
+        )  # the best token, whatever is configured
         self.model_wrapper = self.get_model_wrapper_cls()
         self.enable_context_encoding()
         self.enable_token_generation()
@@ -223,9 +226,7 @@ class NeuronBaseForCausalLM(NeuronApplicationBase):
         if attention_mask is None:
             attention_mask = self._infer_attention_mask(position_ids)
         if sampling_params is None:
-            given = self.neuron_config.on_device_sampling_config
-            default = (given.top_k, given.top_p, given.temperature) if given else (1, 1, 1)
-            sampling_params = torch.tensor([default], dtype=torch.float).expand(input_ids.shape[0], 3)
+            sampling_params = self.default_sampling_params[: input_ids.shape[0]]
         if self._is_prefill(position_ids):
             model, self.kv_cache_populated = self.context_encoding_model, True
         else:

@@ -97,11 +97,13 @@ class ModelWrapper(nn.Module):
         bucket = next(bucket for bucket in self.neuron_config.buckets if bucket > last)
         mask = F.pad(attention_mask[:, :bucket], (0, max(0, bucket - attention_mask.shape[1])))
         filled, *rest = self._fill_up(seq_ids, input_ids, mask, position_ids, sampling_params)
-        order = torch.where(filled < 0, -1 - filled, filled).argsort()
+        # as the library has it, which writes the first row's K and V into every line that is left out
+        filled = torch.where(filled < 0, -1 - filled, filled)
+        order = filled.argsort()
         return self._run(bucket, filled[order], *(tensor[order] for tensor in rest))[seq_ids]
 
     def _fill_up(self, seq_ids: Tensor, *tensors: Tensor) -> Sequence[Tensor]:
-        """Repeat the first row up to the compiled batch, for lines of the cache that stay as they are."""
+        """Repeat the first row up to the compiled batch; -1 - n stands for a line n that `seq_ids` leave out."""
         missing = self.neuron_config.batch_size - len(seq_ids)
         used = set(seq_ids.tolist())
         free = [line for line in range(self.neuron_config.kv_cache_batch_size) if line not in used]

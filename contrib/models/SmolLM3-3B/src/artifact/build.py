@@ -67,9 +67,9 @@ def compile_artifact(
 ) -> Artifact:
     """Compiles the checkpoint in `folder` to the artifact folder `output`; `ensure_neuronx` must have been called.
 
-    `place` is "neuron" or "cpu". `name` and `revision` say in the manifest what the checkpoint is. What stands at
-    `output` already and is the same is taken as it is. `weights_only` keeps its graphs and shards the weights again.
-    `merge_adapter` is the folder of a PEFT adapter that goes into them.
+    `place` is "neuron", "emulated" or "cpu". `name` and `revision` say in the manifest what the checkpoint is. What
+    stands at `output` already and is the same is taken as it is. `weights_only` keeps its graphs and shards the weights
+    again. `merge_adapter` is the folder of a PEFT adapter that goes into them.
 
     Raises SmolLM3Error. Every fault of config and checkpoint is told before anything is compiled, and nothing stands at
     `output` unless it is whole.
@@ -105,7 +105,7 @@ def compile_artifact(
 
 
 def _check_place(settings: Settings, place: str) -> None:
-    if place == "neuron" and settings.is_continuous_batching and settings.ctx_batch_size != 1:
+    if place != "cpu" and settings.is_continuous_batching and settings.ctx_batch_size != 1:
         raise SmolLM3Error(
             f"ctx_batch_size is {settings.ctx_batch_size}: is_continuous_batching on a device takes 1 prompt at a time"
         )

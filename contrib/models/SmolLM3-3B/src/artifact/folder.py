@@ -43,7 +43,7 @@ class Artifact:
 
     @property
     def place(self) -> str:
-        """ "cpu" or "neuron": where its graphs run."""
+        """ "cpu", "neuron" or, on an emulated Neuron device, "emulated": where its graphs run."""
         return self.manifest["place"]
 
     @property
@@ -74,7 +74,7 @@ class Artifact:
         try:
             model.load(str(self.path))
         except ValueError as error:
-            if self.place == "neuron":
+            if self.place != "cpu":
                 raise
             raise SmolLM3Error(str(error)) from None
         return model
@@ -108,8 +108,8 @@ class Artifact:
 def open_artifact(path: Path, place: str, *, tp_degree: int | None = None, verify: bool = False) -> Artifact:
     """Returns the artifact in `path` if it is whole and made for this place, these versions and `tp_degree`.
 
-    `place` is "neuron" or "cpu"; a `tp_degree` of None is any. `verify` reads the weights, too. Raises SmolLM3Error
-    that says what differs.
+    `place` is "neuron", "emulated" or "cpu"; a `tp_degree` of None is any. `verify` reads the weights, too. Raises
+    SmolLM3Error that says what differs.
     """
     if not path.is_dir():
         raise SmolLM3Error(f"{path}: no such artifact; make one with python scripts/compile.py --output {path}")

@@ -14,7 +14,7 @@ from pathlib import Path
 from ..errors import SmolLM3Error
 from ..model.releases import check_nxdi
 from .roofline import INSTANCES, check_tp_degree
-from .runtime import ensure_neuronx
+from .runtime import device_place, emulated_devices, ensure_neuronx
 
 FIRST_NATIVE_VLLM = (0, 21)
 DEVICES = ("auto", "neuron", "cpu")
@@ -22,7 +22,7 @@ GiB = 1 << 30
 
 
 def choose_place(device: str) -> str:
-    """Returns "neuron" or "cpu" for a `device` of "auto", "neuron" or "cpu", and makes the library importable.
+    """Returns "neuron", "emulated" or "cpu" for a `device` of "auto", "neuron" or "cpu"; makes the library importable.
 
     Raises SmolLM3Error where the machine has not what was asked for.
     """
@@ -42,11 +42,11 @@ def choose_place(device: str) -> str:
         raise SmolLM3Error(
             "--device neuron, but the Neuron SDK is not installed here; use --device cpu, or a trn1 or inf2"
         )
-    if not list(Path("/dev").glob("neuron*")):
+    if not list((emulated_devices() or Path("/dev")).glob("neuron*")):
         raise SmolLM3Error(
             "no Neuron device here (/dev/neuron*); use a trn1 or inf2, or an environment without the SDK"
         )
-    return "neuron"
+    return device_place()
 
 
 def check_device(tp_degree: int, weight_bytes: int, output: Path) -> list[str]:

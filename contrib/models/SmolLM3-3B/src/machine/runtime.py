@@ -31,6 +31,20 @@ def ensure_neuronx() -> str:
     return "cpu"
 
 
+def emulated_devices() -> Path | None:
+    """Returns the folder of the device files where the Neuron device is an emulated one, or None on a real machine.
+
+    See contrib/neuron_emulator, which stands in for the SDK and says so by its loader.
+    """
+    spec = importlib.util.find_spec("torch_neuronx")
+    return getattr(spec and spec.loader, "emulated_devices", None)
+
+
+def device_place() -> str:
+    """Returns where graphs run with the SDK: "neuron", or "emulated" where its device is an emulated one."""
+    return "emulated" if emulated_devices() else "neuron"
+
+
 def nxd_cpu_folder() -> Path:
     """Returns the CPU runtime's folder: inside the wheel, or beside `models` in a checkout.
 

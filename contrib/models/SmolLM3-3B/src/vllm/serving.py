@@ -15,6 +15,7 @@ from ..artifact.folder import MANIFEST, Artifact, open_artifact
 from ..artifact.settings import Settings
 from ..errors import SmolLM3Error
 from ..generate.chat import VLLM_TEMPLATE
+from ..machine.runtime import device_place
 from ..model.config import REQUIRED
 
 FOLDER = "NEURON_COMPILED_ARTIFACTS"
@@ -88,7 +89,7 @@ def check_folder(config: Any) -> None:
     if not os.environ.get(FOLDER) or not (folder / "neuron_config.json").is_file():
         return
     if (folder / MANIFEST).is_file():
-        open_artifact(folder, "neuron")
+        open_artifact(folder, device_place())
     try:
         made_for = json.loads((folder / "neuron_config.json").read_text(encoding="utf-8"))
         made_with = made_for["neuron_config"]

@@ -26,7 +26,9 @@ TINY = Path(__file__).resolve().parents[1] / "tiny"
 MODEL = Path(os.environ.get("SMOLLM3_MODEL", TINY))
 ON_DEVICE = os.environ.get("SMOLLM3_DEVICE", "cpu") == "neuron"
 # the library's own CPU mode compiles nothing; the CPU runtime does, and has no such mode
-LIBRARY_CPU_MODE = hasattr(NeuronBaseForCausalLM, "to_cpu") and not ON_DEVICE
+IS_THE_LIBRARY = hasattr(NeuronBaseForCausalLM, "to_cpu")
+assert IS_THE_LIBRARY or not ON_DEVICE, "SMOLLM3_DEVICE is neuron, but what is installed is the CPU runtime"
+LIBRARY_CPU_MODE = IS_THE_LIBRARY and not ON_DEVICE
 TP_DEGREE = 1 if LIBRARY_CPU_MODE else 2
 DTYPE = torch.bfloat16 if ON_DEVICE else torch.float32
 NEW_TOKENS = 32

@@ -1,0 +1,2 @@
+class DeviceError(RuntimeError):
+    """What the emulated runtime refuses or fails at; the message is one line that says all."""

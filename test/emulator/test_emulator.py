@@ -1,0 +1,85 @@
+"""The device path: the library's own compile, load and forward, on an emulated Neuron device, against transformers.
+
+Needs --nxd-source and `make emulator-venv`; asked for with -m emulator.
+"""
+
+import pytest
+import running
+from cells import Cell, cells_of
+from places import TINY
+from reference import make_checkpoint
+
+from smollm3_neuron.artifact.settings import Settings
+from smollm3_neuron.check.reference import load_reference
+
+pytestmark = pytest.mark.emulator
+SLOW = ("tiny-tp16", "tiny-tp32", "prompts-of-4096-tokens")
+
+
+def pytest_generate_tests(metafunc):
+    if "release" not in metafunc.fixturenames:
+        return
+    releases = metafunc.config.nxd_releases
+    reason = running.missing() or (None if releases else "needs --nxd-source NXD_SRC:NXDI_SRC, the library's sources")
+    names = ["release", "cell"] if "cell" in metafunc.fixturenames else ["release"]
+    if reason:
+        skipped = pytest.param(*[None] * len(names), marks=pytest.mark.skip(reason=reason), id="real-library")
+        metafunc.parametrize(names, [skipped])
+    elif "cell" in names:
+        metafunc.parametrize(
+            names,
+            [
+                pytest.param(
+                    release, cell, id=f"{release.version}-{cell.name}", marks=[pytest.mark.slow] * (cell.name in SLOW)
+                )
+                for release in releases
+                for cell in cells_of(release.version)
+            ],
+        )
+    else:
+        metafunc.parametrize(names, [pytest.param(release, id=release.version) for release in releases])
+
+
+@pytest.fixture(scope="session")
+def checkpoints(random_checkpoints, tmp_path_factory) -> dict[str, str]:
+    """Folders by name."""
+    longest = tmp_path_factory.mktemp("long") / "4096"
+    return {**random_checkpoints, "tiny": str(TINY), "4096": make_checkpoint(longest, max_position_embeddings=8192)}
+
+
+@pytest.fixture(scope="session")
+def on_device(request, checkpoints, tmp_path_factory):
+    """Results of (release, cell): one call of emulated.py per release for all the cells that were asked for."""
+    results = {}
+
+    def get(release, cell):
+        if release not in results:
+            params = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+            cells = dict.fromkeys(p["cell"] for p in params if p.get("release") == release and "cell" in p)
+            jobs = [cell.job(checkpoints) for cell in cells]
+            results[release] = running.run(release, jobs, tmp_path_factory.mktemp(f"emulated-{release.version}"))
+        result = results[release][cell.name]
+        assert "error" not in result, result.get("traceback", result["error"])
+        return result
+
+    return get
+
+
+def test_tokens_equal_transformers(release, cell: Cell, on_device, checkpoints, tmp_path):
+    result = on_device(release, cell)
+    print(f"{result['seconds']}, executions {result['counts']}, graphs compiled {result['compiled']}")
+    if cell.neuron.get("quantized"):
+        checkpoints = {cell.checkpoint: dequantized(checkpoints[cell.checkpoint], tmp_path, cell.neuron)}
+    assert result["tokens"] == cell.expected(checkpoints)
+    assert tuple(result.get("cached", ())) == cell.cached
+    if cell.neuron.get("async_mode"):
+        assert result["counts"]["forward_async"] and "forward" not in result["counts"]
+
+
+def dequantized(checkpoint, folder, neuron):
+    """The checkpoint with the values that its quantized weights stand for, its head untied."""
+    settings = Settings(**{name: value for name, value in neuron.items() if name in Settings.__dataclass_fields__})
+    model = load_reference(checkpoint, quantized=settings)
+    model.config.tie_word_embeddings = False
+    model.save_pretrained(folder)
+    return str(folder)
