@@ -20,13 +20,13 @@ test: lint
 
 # the compile path without a device, see contrib/neuron_hlo
 hlo-venv:
-	PYTHON=$(PYTHON) contrib/neuron_hlo/make_venvs.sh
+	PYTHON=$(PYTHON) contrib/neuron_hlo/make_venv.sh
 
 # the device path without a device, see contrib/neuron_emulator
 emulator-venv: .venv-hlo/.installed
 	contrib/neuron_emulator/make_venv.sh
 
-.venv-hlo/.installed:
+.venv-hlo/.installed: contrib/neuron_hlo/make_venv.sh
 	$(MAKE) hlo-venv
 
 # real vLLM beside the model, see SERVING.md

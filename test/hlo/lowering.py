@@ -159,8 +159,8 @@ def cells_of(release: Release) -> list[Cell]:
 
 def missing() -> str | None:
     """Why nothing can be lowered here."""
-    if not (VENV / ".installed").exists():
-        return "needs .venv-hlo: make hlo-venv"
+    if not (VENV / ".installed").exists() or not any(VENV.glob("lib/python*/site-packages/jax")):
+        return "needs .venv-hlo, with jax in it: make hlo-venv"
 
 
 def prompts_of(cell: Cell) -> list[list[int]]:
