@@ -44,7 +44,7 @@ if [ -e "$output/asked" ] && [ "$(cat "$output/asked")" != "$asked" ]; then
     echo "error: $output has the results of $(cat "$output/asked"): choose another --output" >&2
     exit 2
 fi
-echo "$asked" > "$output/asked"
+[ -e "$output/asked" ] || echo "$asked" > "$output/asked"
 # what was compiled outlives a reboot, and the compiler's logs are kept with the results
 export NEURON_COMPILE_CACHE_URL=${NEURON_COMPILE_CACHE_URL:-$(dirname "$output")/neuron-compile-cache}
 export BASE_COMPILE_WORK_DIR=$output/compiler/
