@@ -11,7 +11,7 @@ from typing import Any
 
 from ..errors import SmolLM3Error
 from ..generate import chat
-from ..model.config import CheckpointConfig, read_config
+from ..model.config import CheckpointConfig, fields_for_transformers, read_config
 from ..weights.digests import sha256
 from ..weights.files import INDEX_FILE
 from .compiled_graphs import compile_graphs, load_graphs, reason_to_keep_exported
@@ -39,6 +39,7 @@ def build_config(folder: Path, settings: Settings):
     """
     import torch
     from neuronx_distributed_inference.utils.hf_adapter import load_pretrained_config
+    from transformers import SmolLM3Config
 
     from ..modeling_smollm3_3b import SmolLM3InferenceConfig
 
@@ -50,7 +51,8 @@ def build_config(folder: Path, settings: Settings):
     neuron_config = SmolLM3InferenceConfig.get_neuron_config_cls()(
         save_sharded_checkpoint=True, skip_sharding=True, **keywords
     )
-    return SmolLM3InferenceConfig(neuron_config, load_config=load_pretrained_config(str(folder)))
+    hf_config = SmolLM3Config.from_dict(fields_for_transformers(folder))
+    return SmolLM3InferenceConfig(neuron_config, load_config=load_pretrained_config(hf_config=hf_config))
 
 
 def compile_artifact(
