@@ -28,6 +28,7 @@ from smollm3_neuron.model.dtypes import QUANTIZATION_DTYPES
 from smollm3_neuron.model.releases import installed_release
 from smollm3_neuron.model.smollm3_3b import SMOLLM3_3B
 from smollm3_neuron.vllm.serving import serve_command, settings_of_server
+from smollm3_neuron.weights.checkpoint import DROPPED_HEAD, drops_head
 from smollm3_neuron.weights.quantization import MODULE_NAMES, QUANTIZATION_TYPES
 
 
@@ -277,6 +278,8 @@ def compile_and_report(args: argparse.Namespace, settings: Settings) -> None:
         merge_adapter=args.merge_adapter,
         callbacks=Callbacks(on_step, Progress(unit="B", unit_scale=True), Progress(unit="part")),
     )
+    if drops_head(folder, read_config(folder)):
+        print(f"warning: {DROPPED_HEAD}")
     print(f"\n{artifact.path}: {name}, tp_degree {args.tp}, in {time.perf_counter() - began:.1f} s")
     if place == "cpu":
         because = artifact.exported_because

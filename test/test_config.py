@@ -6,15 +6,19 @@ import shutil
 import pytest
 import torch
 
+from smollm3_neuron.artifact import build
 from smollm3_neuron.artifact.build import build_config
 from smollm3_neuron.artifact.settings import Settings
+from smollm3_neuron.check.reference import load_reference, reference_generate
 from smollm3_neuron.errors import SmolLM3Error
+from smollm3_neuron.generate.generation import generate
 from smollm3_neuron.machine.locate import tiny_folder
 from smollm3_neuron.machine.runtime import ensure_neuronx
 from smollm3_neuron.model.config import read_config
 
 ensure_neuronx()
 
+from neuronx_distributed_inference.models.config import NeuronConfig
 from neuronx_distributed_inference.utils.hf_adapter import load_pretrained_config
 
 from smollm3_neuron.modeling_smollm3_3b import (
@@ -67,6 +71,54 @@ def test_a_config_of_transformers_5(folder):
     assert config.rope_theta == 5e6
     assert config.rope_scaling == {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 2048}
     assert not hasattr(config, "rope_parameters")
+
+
+AS_MET = {
+    "an empty rope_scaling": {"rope_scaling": {}},
+    "rope_scaling of nulls": {"rope_scaling": {"rope_type": None, "factor": None}},
+    "both spellings of the type, which differ": {
+        "rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 4.0}
+    },
+    "layer_types of a deeper model": {"layer_types": ["full_attention"] * 36},
+    "layer_types and a window of a deeper model": {
+        "layer_types": (["full_attention"] * 3 + ["sliding_attention"]) * 9,
+        "use_sliding_window": True,
+        "sliding_window": 8,
+    },
+    "layer_types of a shallower model": {"layer_types": ["full_attention"]},
+    "no pad_token_id": {"pad_token_id": ...},
+    "pad_token_id null": {"pad_token_id": None},
+    "a pad_token_id that the vocabulary has not": {"pad_token_id": 128004},
+    "a pad_token_id below 0": {"pad_token_id": -1},
+}
+
+
+SCALED = {"both spellings of the type, which differ": {"rope_type": "linear", "factor": 4.0}}
+
+
+@pytest.mark.parametrize("case", AS_MET)
+def test_a_config_as_met_runs_as_the_reference_does(random_checkpoints, tmp_path, monkeypatch, case):
+    """The model and transformers, each from the folder, give the same tokens for prompts of unequal lengths."""
+    monkeypatch.setattr(build, "reason_to_keep_exported", lambda *_: "a test")  # and not compile each ahead of time
+    folder = shutil.copytree(random_checkpoints["plain"], tmp_path / "checkpoint")
+    removed = [name for name, value in AS_MET[case].items() if value is ...]
+    rewrite(folder, *removed, **{name: value for name, value in AS_MET[case].items() if value is not ...})
+    settings = Settings(tp_degree=1, batch_size=2, seq_len=32, torch_dtype="float32")
+    model = build.compile_artifact(folder, tmp_path / "artifact", settings, "cpu").load()
+    prompts = [[5, 70, 9, 100, 33, 12, 40, 8, 90, 17, 60, 2], [7, 8, 9]]
+    reference = load_reference(folder)
+    expected = [reference_generate(reference, prompt, 8).tokens for prompt in prompts]
+    assert [result.tokens for result in generate(model, prompts, 8)] == expected
+    assert model.config.rope_scaling == reference.config.rope_scaling == SCALED.get(case)
+
+
+def test_the_library_is_silent_about_its_own_keywords(folder, tmp_path, caplog):
+    config = build_config(folder, Settings(tp_degree=1, seq_len=64))
+    config.save(tmp_path)
+    SmolLM3InferenceConfig.load(tmp_path)
+    assert caplog.messages == []
+    NeuronConfig(not_a_keyword=1)  # the library's own class still says so
+    assert "not_a_keyword" in caplog.text
 
 
 def test_the_librarys_own_way_to_a_config_is_checked_too(folder):

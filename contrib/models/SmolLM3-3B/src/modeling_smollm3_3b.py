@@ -31,7 +31,13 @@ from .errors import SmolLM3Error
 from .model.config import REQUIRED, CheckpointConfig, resolve_config
 from .model.releases import installed_release
 from .model.rope import ScaledRotaryEmbedding
-from .model.switches import check_encoding, check_keywords, check_switches, choose_attention_kernel
+from .model.switches import (
+    check_encoding,
+    check_keywords,
+    check_switches,
+    choose_attention_kernel,
+    quiet_about_keywords,
+)
 from .model.windows import SlidingWindowKVCacheManager, check_sliding_window, layer_windows
 from .weights import checkpoint
 from .weights.quantization import check_quantization
@@ -60,7 +66,8 @@ class SmolLM3NeuronConfig(NeuronConfig):
     """
 
     def __init__(self, **kwargs):
-        super().__init__(**kwargs)
+        with quiet_about_keywords():  # what is derived is saved, too, and comes back as a keyword
+            super().__init__(**kwargs)
         check_keywords(kwargs, self)
 
 
@@ -83,6 +90,8 @@ class SmolLM3InferenceConfig(InferenceConfig):
         checkpoint_config = resolve_config(fields)
         vars(self).update(vars(checkpoint_config.padded(self.neuron_config)))
         self.__dict__.pop("rope_parameters", None)
+        if self.pad_token_id is None or not 0 <= self.pad_token_id < self.vocab_size:
+            self.pad_token_id = 0  # transformers' default is beyond a small vocabulary, and the library pads with it
         choose_attention_kernel(self.neuron_config, any(layer_windows(self)))
         plan = checkpoint_config.plan(self.neuron_config.tp_degree)
         self.source_num_key_value_heads = plan.num_key_value_heads

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SmolLM3Error
-from ..generate import chat
-from ..model.config import CheckpointConfig, read_config
+from ..model.config import CheckpointConfig, fields_for_transformers, read_config
 from ..weights.digests import sha256
 from ..weights.files import INDEX_FILE
 from .compiled_graphs import compile_graphs, load_graphs, reason_to_keep_exported
-from .folder import FORMAT, MANIFEST, TOKENIZER_FILES, Artifact, manifest_digest, open_artifact, versions
+from .folder import FORMAT, MANIFEST, Artifact, manifest_digest, open_artifact, versions
 from .settings import Settings
 from .staging import staged
+from .tokenizer import write_tokenizer
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ def build_config(folder: Path, settings: Settings):
     """
     import torch
     from neuronx_distributed_inference.utils.hf_adapter import load_pretrained_config
+    from transformers import SmolLM3Config
 
     from ..modeling_smollm3_3b import SmolLM3InferenceConfig
 
@@ -50,7 +51,8 @@ def build_config(folder: Path, settings: Settings):
     neuron_config = SmolLM3InferenceConfig.get_neuron_config_cls()(
         save_sharded_checkpoint=True, skip_sharding=True, **keywords
     )
-    return SmolLM3InferenceConfig(neuron_config, load_config=load_pretrained_config(str(folder)))
+    hf_config = SmolLM3Config.from_dict(fields_for_transformers(folder))
+    return SmolLM3InferenceConfig(neuron_config, load_config=load_pretrained_config(hf_config=hf_config))
 
 
 def compile_artifact(
@@ -87,8 +89,8 @@ def compile_artifact(
     from ..weights.checkpoint import check_checkpoint
 
     check_checkpoint(folder, checkpoint_config)
-    _check_json(folder)
     with staged(output) as staging:
+        write_tokenizer(folder, staging)
         config = build_config(folder, settings)
         began = time.perf_counter()
         if standing:
@@ -169,20 +171,13 @@ def _write_graphs(
 def _write_weights(
     folder: Path, config: Any, staging: Path, adapter: Any, callbacks: Callbacks
 ) -> dict[str, dict[str, Any]]:
-    """Writes the ranks' shards and copies the tokenizer's files; returns the shards' entries for the manifest."""
+    """Writes the ranks' shards; returns their entries for the manifest."""
     from ..weights.shard_writer import shard_bytes, write_shards
 
     callbacks.on_step("sharding the weights")
     configs = config.checkpoint_config, config.neuron_config
     total = shard_bytes(*configs)
-    weights = write_shards(
-        folder, *configs, staging / "weights", lambda count: callbacks.on_bytes(count, total), adapter
-    )
-    for file in TOKENIZER_FILES:
-        if (folder / file).is_file():
-            shutil.copyfile(folder / file, staging / file)
-    chat.write_vllm_template(folder, staging)
-    return weights
+    return write_shards(folder, *configs, staging / "weights", lambda count: callbacks.on_bytes(count, total), adapter)
 
 
 def _write_manifest(staging: Path, made_of: dict[str, Any], weights: dict[str, dict[str, Any]]) -> None:
@@ -225,15 +220,6 @@ def _check_graphs(standing: Artifact) -> None:
     """Raises SmolLM3Error for graphs that cannot be loaded here, such as those for a CPU that can do more."""
     if standing.place == "cpu":
         load_graphs(standing.path)
-
-
-def _check_json(folder: Path) -> None:
-    """Raises SmolLM3Error for a file of the tokenizer that is cut off or else no JSON."""
-    for path in (folder / file for file in TOKENIZER_FILES if file.endswith(".json")):
-        try:
-            json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-        except ValueError as error:
-            raise SmolLM3Error(f"{path}: not valid JSON ({error}); download it again") from None
 
 
 def _identity(folder: Path) -> dict[str, Any]:

@@ -13,19 +13,15 @@ from typing import Any
 
 from .. import __version__
 from ..errors import SmolLM3Error
+from ..generate.chat import VLLM_TEMPLATE
+from ..model.config import token_ids
 from ..weights.digests import crc32, sha256
 from .compiled_graphs import load_graphs
 from .settings import Settings
+from .tokenizer import TEMPLATES, TOKENIZER_FILES, load_tokenizer
 
 FORMAT = 2
 MANIFEST = "artifact.json"
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "generation_config.json",
-)
 PACKAGES = ("torch", "transformers", "neuronx-distributed", "neuronx-distributed-inference", "neuronx-cc")
 
 
@@ -81,11 +77,9 @@ class Artifact:
 
     def tokenizer(self):
         """Returns the tokenizer that came with the checkpoint. Raises SmolLM3Error where it had none."""
-        from transformers import AutoTokenizer
-
         if not (self.path / "tokenizer.json").is_file():
             raise SmolLM3Error(f"{self.path}: no tokenizer.json in it; the checkpoint had none")
-        return AutoTokenizer.from_pretrained(self.path)
+        return load_tokenizer(self.path)
 
     def generation_config(self) -> dict[str, Any]:
         """Returns the checkpoint's generation_config.json, or an empty dictionary where it had none."""
@@ -97,12 +91,13 @@ class Artifact:
         eos = self.generation_config().get("eos_token_id")
         if eos is None:
             eos = json.loads((self.path / "neuron_config.json").read_text()).get("eos_token_id")
-        return [] if eos is None else eos if isinstance(eos, list) else [eos]
+        return token_ids(f"{self.path}: eos_token_id", eos)
 
     def graph_files(self) -> list[str]:
         """Returns the files that `compile` wrote: all but the weights and what was copied from the checkpoint."""
         files = self.manifest["files"]
-        return [file for file in files if not file.startswith("weights/") and file not in TOKENIZER_FILES]
+        copied = (*TOKENIZER_FILES, VLLM_TEMPLATE)
+        return [file for file in files if not file.startswith(("weights/", f"{TEMPLATES}/")) and file not in copied]
 
 
 def open_artifact(path: Path, place: str, *, tp_degree: int | None = None, verify: bool = False) -> Artifact:

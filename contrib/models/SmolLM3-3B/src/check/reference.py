@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import SmolLM3Config, SmolLM3ForCausalLM
+from transformers import GenerationConfig, SmolLM3Config, SmolLM3ForCausalLM
 
 from ..errors import SmolLM3Error
 from ..generate.generation import Generated
-from ..model.config import read_config
+from ..model.config import fields_for_transformers
 
 # Of the published results of this model on Neuron; the first two are the math prompts.
 PUBLISHED_PROMPTS = (
@@ -26,9 +26,7 @@ def load_reference(folder: str | Path, dtype: torch.dtype = torch.float32) -> Sm
 
     Raises SmolLM3Error for weights that transformers does not find: they would be random.
     """
-    checkpoint_config, config = read_config(folder), SmolLM3Config.from_pretrained(folder)
-    # transformers 4 does not read transformers 5's spelling
-    config.rope_theta, config.rope_scaling = checkpoint_config.rope_theta, checkpoint_config.rope_scaling
+    config = SmolLM3Config.from_dict(fields_for_transformers(folder))
     model, loading_info = SmolLM3ForCausalLM.from_pretrained(
         folder, config=config, dtype=dtype, output_loading_info=True
     )
@@ -37,6 +35,7 @@ def load_reference(folder: str | Path, dtype: torch.dtype = torch.float32) -> Sm
             f"{folder}: transformers finds no {min(loading_info['missing_keys'])} there, and so cannot be the "
             "reference; name the weights as transformers does"
         )
+    model.generation_config = GenerationConfig()  # the folder's own would shape what is to be greedy
     return model.eval()
 
 

@@ -14,7 +14,15 @@ from typing import Any
 from ..errors import SmolLM3Error
 
 VLLM_TEMPLATE = "vllm_chat_template.jinja"
-VARIABLES = ("enable_thinking", "custom_instructions", "tools", "xml_tools", "python_tools", "today")
+TYPES = {
+    "enable_thinking": (bool, "true or false"),
+    "custom_instructions": (str, "a text"),
+    "tools": (list, "a list"),
+    "xml_tools": (list | str | Mapping, "a list, a text or an object"),
+    "python_tools": (list | str | Mapping, "a list, a text or an object"),
+    "today": (str, "a text"),
+}
+VARIABLES = tuple(TYPES)
 GUARD = Path(__file__).with_name("guard.jinja").read_text(encoding="utf-8")
 
 
@@ -36,7 +44,12 @@ def render(tokenizer, messages: Sequence[Mapping[str, Any]], **variables: Any) -
         raise SmolLM3Error("there are no messages: give at least one")
     if tokenizer.chat_template is None:
         raise SmolLM3Error("the checkpoint has no chat template; leave --chat out")
-    template = guarded_template(tokenizer.get_chat_template())
+    _check_variables(variables)
+    _check_arguments(messages)
+    try:
+        template = guarded_template(tokenizer.get_chat_template(tools=variables.get("tools")))
+    except ValueError as error:  # several templates, none of them the default
+        raise SmolLM3Error(f"the checkpoint's chat templates: {error}") from None
     try:
         return tokenizer.apply_chat_template(
             list(messages), chat_template=template, tokenize=False, add_generation_prompt=True, **variables
@@ -45,15 +58,47 @@ def render(tokenizer, messages: Sequence[Mapping[str, Any]], **variables: Any) -
         raise SmolLM3Error(str(error)) from None
 
 
-def write_vllm_template(checkpoint: Path, folder: Path) -> None:
-    """Writes the file for vLLM's --chat-template into `folder`, where the checkpoint has a template to guard."""
-    template = None
-    if (checkpoint / "chat_template.jinja").is_file():
-        template = (checkpoint / "chat_template.jinja").read_text(encoding="utf-8")
-    elif (checkpoint / "tokenizer_config.json").is_file():
-        template = json.loads((checkpoint / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template")
-    if isinstance(template, str) and guarded_template(template) != template:
-        (folder / VLLM_TEMPLATE).write_text(guarded_template(template), encoding="utf-8")
+def _check_variables(variables: Mapping[str, Any]) -> None:
+    """Raises SmolLM3Error for a variable that the template would take for something else, or end in a traceback."""
+    for name, (kind, allowed) in TYPES.items():
+        value = variables.get(name)
+        if value is not None and not isinstance(value, kind):
+            raise SmolLM3Error(f"{name} is {value!r}, allowed is {allowed}")
+    for index, tool in enumerate(variables.get("tools") or []):
+        if not isinstance(tool, Mapping):
+            raise SmolLM3Error(f"tools[{index}] is {tool!r}, allowed is an object: a function with a name")
+
+
+def _check_arguments(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raises SmolLM3Error for a call whose arguments are a text that is no JSON object, which Jinja cannot read."""
+    for index, message in enumerate(messages):
+        calls = message.get("tool_calls") or []
+        for call in calls if isinstance(calls, list) else []:
+            if not isinstance(call, Mapping):
+                raise SmolLM3Error(f"message {index}: {call!r} among its tool_calls is no object")
+            function = call.get("function") or call
+            arguments = function.get("arguments") if isinstance(function, Mapping) else None
+            try:
+                is_object = not isinstance(arguments, str) or not arguments or isinstance(json.loads(arguments), dict)
+            except ValueError:
+                is_object = False
+            if not is_object:
+                raise SmolLM3Error(f"message {index}: the arguments {arguments!r} of a call are no JSON object")
+
+
+def vllm_template(tokenizer) -> str | None:
+    """Returns the text for vLLM's --chat-template, or None where the checkpoint has no template to guard.
+
+    Of several templates it has `default`, and for requests with tools `tool_use`, as transformers chooses.
+    """
+    templates = tokenizer.chat_template
+    if templates is None:
+        return None
+    chosen = guarded_template(tokenizer.get_chat_template())
+    with_tools = guarded_template(tokenizer.get_chat_template(tools=[]))
+    if with_tools != chosen:
+        chosen = f"{{%- if tools is defined and tools is not none %}}{with_tools}{{%- else %}}{chosen}{{%- endif %}}"
+    return None if GUARD not in chosen else chosen
 
 
 def read_conversation(path: Path) -> dict[str, Any]:
@@ -70,7 +115,7 @@ def read_conversation(path: Path) -> dict[str, Any]:
     conversation = {"messages": value} if isinstance(value, list) else value
     messages = conversation.get("messages") if isinstance(conversation, dict) else None
     if not isinstance(messages, list) or not all(
-        isinstance(message, dict) and "role" in message for message in messages
+        isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages
     ):
         raise SmolLM3Error(
             f"{path}: a list of messages is expected, or an object with messages and {', '.join(VARIABLES)}"

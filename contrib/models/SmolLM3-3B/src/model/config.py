@@ -115,6 +115,42 @@ def read_config(folder: str | Path) -> CheckpointConfig:
 
 def read_config_file(path: Path) -> CheckpointConfig:
     """Reads one config.json, whatever lies beside it. Raises SmolLM3Error as `read_config` does."""
+    return _read(path)[1]
+
+
+def fields_for_transformers(folder: str | Path) -> dict[str, Any]:
+    """Returns the fields of `folder`/config.json in the one spelling that every version of transformers reads right.
+
+    `SmolLM3Config` of 4.57 ends in a traceback for an empty rope_scaling and for layer_types that are longer than the
+    model, does not read rope_parameters, and has a default pad_token_id that a small vocabulary lacks. Raises
+    SmolLM3Error as `read_config` does.
+    """
+    raw, config = _read(Path(folder) / "config.json")
+    raw.pop("rope_parameters", None)
+    pad_token_id = raw.get("pad_token_id")
+    return {
+        **raw,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": config.rope_scaling,
+        "no_rope_layers": config.no_rope_layers,
+        "layer_types": config.layer_types,
+        "pad_token_id": 0 if pad_token_id is None or not 0 <= pad_token_id < config.vocab_size else pad_token_id,
+    }
+
+
+def token_ids(name: str, value: Any) -> list[int]:
+    """Returns the token ids of a field that may have none (None), one or a list of them, as `eos_token_id` may.
+
+    Raises SmolLM3Error for anything else, with `name`.
+    """
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(type(token) is int and token >= 0 for token in ids):
+        raise SmolLM3Error(f"{name} is {value!r}, allowed is null, a token id, or a list of them")
+    return ids
+
+
+def _read(path: Path) -> tuple[dict[str, Any], CheckpointConfig]:
+    """Returns the fields of a config.json, and what they resolve to."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -125,7 +161,7 @@ def read_config_file(path: Path) -> CheckpointConfig:
         raise SmolLM3Error(f"{path}: a JSON object is expected, found {type(raw).__name__}; download the file again")
     try:
         _check_explicit(raw)
-        return resolve_config(raw)
+        return raw, resolve_config(raw)
     except SmolLM3Error as error:
         raise SmolLM3Error(f"{path}: {error}") from None
 
@@ -187,9 +223,15 @@ def _check_explicit(raw: Mapping[str, Any]) -> None:
     dtype = raw.get("dtype") or raw.get("torch_dtype")
     if dtype is not None and dtype not in MODEL_DTYPES:
         raise SmolLM3Error(f"dtype is {dtype!r}, allowed is {_one_of(MODEL_DTYPES)}")
+    token_ids("eos_token_id", raw.get("eos_token_id"))
+    for name in ("bos_token_id", "pad_token_id"):
+        if raw.get(name) is not None and type(raw[name]) is not int:
+            raise SmolLM3Error(f"{name} is {raw[name]!r}, allowed is null or a token id")
     for name in ("quantization_config", "compression_config"):
-        if raw.get(name):
+        if raw.get(name) is not None:
             method = raw[name]
+            if not method or not isinstance(method, dict | str):
+                raise SmolLM3Error(f"{name} is {method!r}, which names no method: remove it if the weights are whole")
             if isinstance(method, dict):  # old versions of bitsandbytes do not name themselves
                 is_bitsandbytes = "load_in_4bit" in method or "load_in_8bit" in method
                 method = method.get("quant_method") or ("bitsandbytes" if is_bitsandbytes else "unknown")
@@ -256,8 +298,15 @@ def _scaling(scaling: Mapping[str, Any], name: str) -> dict[str, Any] | None:
     if not scaling:
         return None
     scaling = {key: value for key, value in scaling.items() if value is not None}
-    old_spelling = scaling.pop("type", None)
-    rope_type = scaling.setdefault("rope_type", old_spelling or "default")
+    if not scaling:
+        return None
+    if "type" in scaling:  # the old spelling, which wins over rope_type in SmolLM3Config
+        scaling["rope_type"] = scaling.pop("type")
+    if "rope_type" not in scaling:
+        raise SmolLM3Error(
+            f"{name}.rope_type is missing beside {_one_of(tuple(scaling))}, allowed is {_one_of(ROPE_TYPES)}"
+        )
+    rope_type = scaling["rope_type"]
     if rope_type not in ROPE_TYPES:
         raise SmolLM3Error(f"{name}.rope_type is {rope_type!r}, supported is {_one_of(ROPE_TYPES)}")
     if rope_type == "default":
@@ -283,6 +332,8 @@ def _sliding_window(fields: Mapping[str, Any], no_rope_layers: list[int]) -> tup
     """Returns the window and each layer's type; without `layer_types` the NoPE layers slide, as in transformers."""
     full, sliding = LAYER_TYPES
     window, layer_types = fields.get("sliding_window"), fields.get("layer_types")
+    if layer_types is not None and not isinstance(layer_types, (list, tuple)):
+        raise SmolLM3Error(f"layer_types is {layer_types!r}, allowed is a list with a type for each layer")
     if not fields.get("use_sliding_window") or window is None:
         if layer_types and sliding in layer_types[: len(no_rope_layers)]:
             raise SmolLM3Error(
@@ -294,7 +345,7 @@ def _sliding_window(fields: Mapping[str, Any], no_rope_layers: list[int]) -> tup
         raise SmolLM3Error(f"sliding_window is {window!r}, allowed is a whole number of at least 2")
     if layer_types is None:
         layer_types = [full if rotary else sliding for rotary in no_rope_layers]
-    if not isinstance(layer_types, (list, tuple)) or len(layer_types) < len(no_rope_layers):
+    if len(layer_types) < len(no_rope_layers):
         raise SmolLM3Error(
             f"layer_types is {layer_types!r}, allowed is a list with a type for each of {len(no_rope_layers)} layers"
         )

@@ -4,9 +4,10 @@ NeuronCore v2 (trn1, inf2), or were never checked with this model.
 A switch that is not in the table was read or run and is right, or the library itself refuses it. No Neuron import.
 """
 
+import contextlib
 import difflib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +63,21 @@ REFUSED = (
         )
     ),
 )  # fmt: skip
+
+
+@contextlib.contextmanager
+def quiet_about_keywords() -> Iterator[None]:
+    """Keeps the library's warning of unexpected keywords from the log: `check_keywords` refuses what is unknown."""
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return "Unexpected keyword arguments" not in record.getMessage()
+
+    root = logging.getLogger()
+    root.addFilter(is_other)
+    try:
+        yield
+    finally:
+        root.removeFilter(is_other)
 
 
 def check_keywords(given: Mapping[str, Any], neuron_config: Any) -> None:

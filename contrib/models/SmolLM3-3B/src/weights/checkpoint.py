@@ -26,6 +26,11 @@ from .quantization import least_scale, quantized_linears
 logger = logging.getLogger("Neuron")
 
 LEFTOVER = "rotary_emb.inv_freq"  # a buffer that old versions of transformers saved
+DROPPED_HEAD = (
+    "lm_head.weight differs from embed_tokens.weight, but tie_word_embeddings is true: lm_head.weight is dropped, as "
+    "transformers does; set tie_word_embeddings to false to use it"
+)
+COMPARED_ROWS = 4096  # at a time
 STORED_DTYPES = tuple(DTYPES[name].safetensors_name for name in MODEL_DTYPES)
 # the last part of names that gptq and awq, bitsandbytes, compressed-tensors and fp8 checkpoints hold
 QUANTIZED_TENSORS = (
@@ -86,6 +91,7 @@ def check_checkpoint(folder: str | Path, config: CheckpointConfig, quantized: Co
     checkpoint that does not fit.
     """
     files = checkpoint_files(folder)
+    _check_prefix(files, folder)
     shapes = {}
     for file, names in _names_by_file(files):
         with safe_open(file, framework="pt") as tensors:
@@ -102,6 +108,23 @@ def check_checkpoint(folder: str | Path, config: CheckpointConfig, quantized: Co
         if shapes[name] != shape:
             raise SmolLM3Error(f"{folder}: {name} has shape {shapes[name]}, config.json asks for {shape}")
     return files
+
+
+def drops_head(folder: str | Path, config: CheckpointConfig) -> bool:
+    """Returns whether the checkpoint has a head of its own which its tied embeddings take the place of."""
+    files = checkpoint_files(folder)
+    if not config.tie_word_embeddings or "lm_head.weight" not in files:
+        return False
+    embedding = next(name for name in files if _without_prefix(name) == "embed_tokens.weight")
+    with (
+        safe_open(files["lm_head.weight"], framework="pt") as head_file,
+        safe_open(files[embedding], framework="pt") as embedding_file,
+    ):
+        head, embeddings = head_file.get_slice("lm_head.weight"), embedding_file.get_slice(embedding)
+        return head.get_shape() != embeddings.get_shape() or any(
+            not torch.equal(head[row : row + COMPARED_ROWS], embeddings[row : row + COMPARED_ROWS])
+            for row in range(0, config.vocab_size, COMPARED_ROWS)
+        )
 
 
 def load_state_dict(folder: str | Path, config: CheckpointConfig, neuron_config: Any) -> dict[str, torch.Tensor]:
@@ -134,10 +157,7 @@ def to_neuron_state_dict(
     if config.tie_word_embeddings and "lm_head.weight" in state_dict and "lm_head" not in quantized:
         head = state_dict.pop("lm_head.weight")
         if not torch.equal(head, state_dict["embed_tokens.weight"]):
-            logger.warning(
-                "lm_head.weight differs from embed_tokens.weight, but tie_word_embeddings is true: lm_head.weight is "
-                "dropped, as transformers does; set tie_word_embeddings to false to use it"
-            )
+            logger.warning(DROPPED_HEAD)
     tp_degree, plan = neuron_config.tp_degree, config.plan(neuron_config.tp_degree)
     for layer in (f"layers.{layer_idx}" for layer_idx in range(config.num_hidden_layers)):
         for projection in PROJECTIONS:
@@ -194,6 +214,18 @@ def fuse_qkv(state_dict: dict[str, torch.Tensor], layer: str) -> None:
 
 def _without_prefix(name: str) -> str:
     return name.removeprefix(PREFIX)
+
+
+def _check_prefix(names: Collection[str], folder: str | Path) -> None:
+    """Raises SmolLM3Error where a wrapper of the model has left its own prefix on the names."""
+    embeddings = [name for name in names if name.endswith("embed_tokens.weight")]
+    prefixes = {name.removesuffix("embed_tokens.weight") for name in embeddings}
+    if prefixes and not prefixes & {"", PREFIX}:
+        raise SmolLM3Error(
+            f"{folder}: the names of its tensors begin with {min(prefixes)!r}, which a wrapper of the model leaves "
+            f"there, and not with {PREFIX!r}: save the model that is inside (DataParallel: .module, torch.compile: "
+            "._orig_mod, PEFT: merge_and_unload())"
+        )
 
 
 def _names_by_file(files: dict[str, Path]) -> list[tuple[Path, list[str]]]:

@@ -39,6 +39,9 @@ VARIABLES = (
 CONVERSATIONS = [
     ([{"role": "system", "content": system}] * (system is not None) + turns, variables)
     for system, turns, variables in itertools.product(SYSTEMS, TURNS, VARIABLES)
+    # the template would drop the one, and with the flag the tools: refused below
+    if not (system and "custom_instructions" in variables)
+    and not (system and "/system_override" in system and ("xml_tools" in variables or "python_tools" in variables))
 ]
 
 
@@ -59,7 +62,7 @@ def transformers_prompt(tokenizer, messages, **variables):
 
 
 def test_prompts_are_those_of_the_template(tokenizer):
-    assert len(CONVERSATIONS) > 100
+    assert len(CONVERSATIONS) > 60
     dated = {"strftime_now": datetime.datetime(2026, 3, 17).strftime}
     for messages, variables in CONVERSATIONS:
         expected = transformers_prompt(tokenizer, messages, **variables, **dated)
@@ -92,6 +95,20 @@ REPAIRED = {
 }  # fmt: skip
 
 
+EMPTY_CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+REPAIRED |= {
+    f"a call with {arguments!r} as arguments": (
+        {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f", **arguments}}]},
+        {"role": "assistant", "content": EMPTY_CALL},
+    )
+    for arguments in ({}, {"arguments": ""}, {"arguments": None}, {"arguments": {}}, {"arguments": "{}"})
+} | {
+    name: ({"role": "assistant", "content": "Wet.", name: "\nRain?\n"},
+           {"role": "assistant", "content": "<think>\nRain?\n</think>Wet."})
+    for name in ("reasoning_content", "reasoning")
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("case", REPAIRED)
 def test_a_turn_that_would_be_lost_is_repaired(tokenizer, case):
     given, meant = REPAIRED[case]
@@ -107,6 +124,8 @@ def test_a_turn_that_would_be_lost_is_repaired(tokenizer, case):
         ({"xml_tools": WEATHER}, {"xml_tools": [WEATHER]}),
         ({"python_tools": "def f(): ..."}, {"python_tools": ["def f(): ..."]}),
         ({"tools": []}, {}),
+        ({"tools": [{"type": "function", **WEATHER}]}, {"xml_tools": [WEATHER]}),
+        ({"tools": [WEATHER, {"name": "f"}]}, {"xml_tools": [WEATHER, {"name": "f"}]}),
     ],
 )
 def test_tools_reach_the_model(tokenizer, given, meant):
@@ -122,6 +141,22 @@ def test_tools_reach_the_model(tokenizer, given, meant):
         ([{"role": "user", "content": {"text": "a"}}], ["message 0 (user) has no text"]),
         ([USER, {"role": "assistant", "content": None, "tool_calls": []}], ["message 1 (assistant) has no text"]),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], ["no text", "reads text alone"]),
+        ([{"role": "user", "content": [{"type": "text", "text": None}]}], ["no text", "reads text alone"]),
+        ([{"role": "user", "content": [{"type": "text"}]}], ["no text", "reads text alone"]),
+        ([{"role": "user", "content": ["a"]}], ["no text", "reads text alone"]),
+        ([{"role": "user", "content": 5}], ["message 0 (user)", "no text as content"]),
+        ([USER, {"role": "assistant", "content": 5, "tool_calls": [CALL]}], ["no text as content"]),
+        ([{"role": "user", "content": "a", "tool_calls": [CALL]}], ["no list of an assistant's"]),
+        ([USER, {"role": "assistant", "content": "a", "tool_calls": {"name": "f"}}], ["no list of an assistant's"]),
+        ([USER, {"role": "assistant", "tool_calls": ["f"]}], ["message 1", "'f' among its tool_calls is no object"]),
+        ([USER, {"role": "assistant", "tool_calls": [{"function": {}}]}], ["tool_calls[0] needs a name"]),
+        ([USER, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{a"}]}], ["'{a'", "no JSON object"]),
+        ([USER, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[1]"}]}], ["'[1]'", "no JSON"]),
+        ([USER, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": [1]}]}], ["are a JSON object"]),
+        (
+            [USER, {"role": "assistant", "content": "a", "reasoning": {}, "reasoning_content": 5}],
+            ["thoughts that are no"],
+        ),
         ([{"role": "developer", "content": "a"}, USER], ["message 0 (developer)", "allowed are system, user"]),
         ([USER, {"role": "system", "content": "a"}], ["message 1 (system)", "unless it is the first"]),
         ([{"role": "system", "content": "See /thinking."}, USER], ["/think inside /thinking.", "custom_instructions"]),
@@ -135,6 +170,63 @@ def test_what_would_be_lost_is_refused(tokenizer, messages, parts):
     with pytest.raises(SmolLM3Error) as error:
         chat.render(tokenizer, messages)
     assert [part for part in parts if part not in str(error.value)] == []
+
+
+@pytest.mark.parametrize(
+    "variables, parts",
+    [
+        ({"tools": [{"type": "web_search"}]}, ["tools[0] is no function with a name"]),
+        ({"tools": [WEATHER, {"type": "function"}]}, ["tools[1] is no function"]),
+        ({"tools": [{"type": "function", "function": {"name": None}}]}, ["tools[0] is no function"]),
+        ({"tools": [{"type": "custom", "name": "f"}]}, ["tools[0] is no function"]),
+        ({"tools": ["f"]}, ["tools[0] is 'f'", "an object"]),
+        ({"tools": {}}, ["tools is {}", "a list"]),
+        ({"tools": "f"}, ["tools is 'f'", "a list"]),
+        ({"tools": 5}, ["tools is 5", "a list"]),
+        ({"xml_tools": 5}, ["xml_tools is 5"]),
+        ({"enable_thinking": "false"}, ["enable_thinking is 'false'", "true or false"]),
+        ({"custom_instructions": ["a"]}, ["custom_instructions is ['a']", "a text"]),
+        ({"today": 17}, ["today is 17", "a text"]),
+    ],
+)
+def test_variables_that_would_be_lost_are_refused(tokenizer, variables, parts):
+    with pytest.raises(SmolLM3Error) as error:
+        chat.render(tokenizer, [USER], **variables)
+    assert [part for part in parts if part not in str(error.value)] == [] and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("tools", ["tools", "xml_tools", "python_tools"])
+def test_what_a_system_message_would_push_out_is_refused(tokenizer, tools):
+    system = {"role": "system", "content": "Only this. /system_override"}
+    with pytest.raises(SmolLM3Error, match=r"message 0 \(system\) has /system_override.*leaves the tools out"):
+        chat.render(tokenizer, [system, USER], **{tools: [WEATHER]})
+    with pytest.raises(SmolLM3Error, match="custom_instructions beside a system message"):
+        chat.render(tokenizer, [{"role": "system", "content": "Be brief."}, USER], custom_instructions="Rhyme.")
+
+
+@pytest.mark.parametrize("quote", ["`{}`", "'{}'", '"{}"', "**{}**", "<{}>", "[{}]", "{{{}}}"])
+@pytest.mark.parametrize("flag", ["/think", "/no_think", "/system_override"])
+def test_a_flag_that_is_spoken_of_is_refused(tokenizer, quote, flag):
+    word = quote.format(flag)
+    with pytest.raises(SmolLM3Error, match="write it another way") as error:
+        chat.render(tokenizer, [{"role": "system", "content": f"Use the {word} switch."}, USER], enable_thinking=False)
+    assert f"{flag} inside {word}" in str(error.value)
+
+
+def test_of_several_templates_transformers_choice_is_taken(tokenizer):
+    """And vLLM's one file chooses the same."""
+    ours = tokenizer.chat_template
+    tokenizer.chat_template = {"default": ours, "tool_use": "{{ 'With tools: ' }}" + ours, "rag": "{{ documents }}"}
+    expected = transformers_prompt(tokenizer, [USER], xml_tools=[WEATHER])
+    assert chat.render(tokenizer, [USER], xml_tools=[WEATHER]) == expected
+    with_tools = chat.render(tokenizer, [USER], tools=[WEATHER])
+    assert with_tools == "With tools: " + expected
+    of_vllm = chat.vllm_template(tokenizer)
+    assert transformers_prompt(tokenizer, [USER], chat_template=of_vllm, xml_tools=[WEATHER]) == expected
+    assert transformers_prompt(tokenizer, [USER], chat_template=of_vllm, tools=[WEATHER]) == with_tools
+    tokenizer.chat_template = {"rag": ours, "tool_use": ours}
+    with pytest.raises(SmolLM3Error, match="multiple chat templates with no default"):
+        chat.render(tokenizer, [USER])
 
 
 def test_flags_beside_punctuation_are_flags(tokenizer):

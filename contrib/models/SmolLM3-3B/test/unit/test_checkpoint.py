@@ -50,6 +50,30 @@ def test_the_tensors_of_the_3b():
     assert shapes["layers.35.mlp.down_proj.weight"] == (2048, 11008)
 
 
+@pytest.mark.parametrize("prefix", ["model.model.", "module.model.", "_orig_mod.model.", "base_model.model.model."])
+def test_a_wrappers_prefix_is_named(tmp_path, prefix):
+    save(tmp_path, tensors(config()), prefix=prefix)
+    with pytest.raises(SmolLM3Error, match=f"begin with '{prefix}'.*save the model that is inside") as error:
+        checkpoint.check_checkpoint(tmp_path, config())
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("head, drops", [(None, False), ("same", False), ("other", True), ("short", True)])
+def test_a_head_that_is_dropped_is_noticed(tmp_path, monkeypatch, tied, head, drops):
+    monkeypatch.setattr(checkpoint, "COMPARED_ROWS", 7)
+    state_dict = tensors(config())
+    embeddings = state_dict["embed_tokens.weight"]
+    if head:
+        state_dict["lm_head.weight"] = {"same": embeddings.clone(), "short": embeddings[:-1].clone()}.get(
+            head, embeddings + 0
+        )
+        if head == "other":
+            state_dict["lm_head.weight"][-1, -1] += 1
+    save(tmp_path, state_dict, shards=2)
+    assert checkpoint.drops_head(tmp_path, config(tie_word_embeddings=tied)) == (tied and drops)
+
+
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("prefix", ["model.", ""])
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": False}, {"attention_bias": True, "mlp_bias": True}])

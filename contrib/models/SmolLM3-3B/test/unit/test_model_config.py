@@ -131,6 +131,10 @@ def test_layer_types_are_transformers(changes):
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["rope_scaling.low_freq_factor is missing"]),
         ({"rope_parameters": {"rope_type": "su", "rope_theta": 5e6}}, ["rope_parameters.rope_type is 'su'"]),
         ({"rope_scaling": "yarn"}, ["rope_scaling is 'yarn'", "object"]),
+        ({"rope_scaling": {"factor": 2.0}}, ["rope_scaling.rope_type is missing beside 'factor'", "'yarn'"]),
+        ({"rope_parameters": {"rope_theta": 5e6, "factor": 2.0}}, ["rope_parameters.rope_type is missing"]),
+        ({"layer_types": "full_attention"}, ["layer_types is 'full_attention'", "list"]),
+        ({"layer_types": 3}, ["layer_types is 3", "list"]),
         ({"head_dim": 7}, ["head_dim is 7", "even"]),
         ({"hidden_act": "mish"}, ["hidden_act is 'mish'", "'silu'"]),
         ({"attention_bias": "no"}, ["attention_bias is 'no'", "true or false"]),
@@ -160,6 +164,16 @@ def test_layer_types_are_transformers(changes):
         ),
         ({"quantization_config": {"load_in_4bit": True}}, ["quantization_config", "'bitsandbytes'"]),
         ({"compression_config": {"format": "pack-quantized"}}, ["compression_config"]),
+        *(
+            ({"quantization_config": nothing}, [f"quantization_config is {nothing!r}", "remove it"])
+            for nothing in ([], {}, "", False, 0)
+        ),
+        ({"eos_token_id": "x"}, ["eos_token_id is 'x'", "a list"]),
+        ({"eos_token_id": [128012, None]}, ["eos_token_id is [128012, None]"]),
+        ({"eos_token_id": -1}, ["eos_token_id is -1"]),
+        ({"eos_token_id": True}, ["eos_token_id is True"]),
+        ({"bos_token_id": "<s>"}, ["bos_token_id is '<s>'", "null or a token id"]),
+        ({"pad_token_id": [0]}, ["pad_token_id is [0]"]),
     ],
 )
 def test_what_would_run_wrong_is_named(tmp_path, changes, named):

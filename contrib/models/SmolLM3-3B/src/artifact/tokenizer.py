@@ -1,0 +1,93 @@
+"""The tokenizer of a checkpoint, in the form that an artifact carries and transformers 4 and 5 both load. No torch.
+
+transformers 5 names a class that 4 has not and writes its further special tokens as a list; a checkpoint whose
+config.json names the model may leave the tokenizer's class out. The artifact has no config.json, so its
+tokenizer_config.json says it all.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from ..errors import SmolLM3Error
+from ..generate import chat
+
+CONFIG = "tokenizer_config.json"
+TEMPLATES = "additional_chat_templates"  # a folder
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    CONFIG,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+SMOLLM3S = "PreTrainedTokenizerFast"  # what transformers takes for this model where no class is named
+OF_ANOTHER_VERSION = ("TokenizersBackend", "TokenizersBackendFast")
+
+
+def write_tokenizer(checkpoint: Path, folder: Path) -> None:
+    """Writes the tokenizer's files, generation_config.json and vLLM's template into `folder`; loads and renders once.
+
+    A checkpoint without tokenizer.json gives what there is. Raises SmolLM3Error for a file that is no JSON, a tokenizer
+    that does not load, and a chat template that does not render.
+    """
+    for file in TOKENIZER_FILES:
+        if (checkpoint / file).is_file():
+            if file.endswith(".json"):
+                read_object(checkpoint / file)
+            shutil.copyfile(checkpoint / file, folder / file)
+    if (checkpoint / TEMPLATES).is_dir():
+        shutil.copytree(checkpoint / TEMPLATES, folder / TEMPLATES)
+    if not (folder / "tokenizer.json").is_file():
+        return
+    given = read_object(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+    if (fields := tokenizer_fields(given)) != given:
+        (folder / CONFIG).write_text(json.dumps(fields, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    tokenizer = load_tokenizer(folder, named=checkpoint)
+    if tokenizer.chat_template is not None:
+        try:
+            chat.render(tokenizer, [{"role": "user", "content": "1+1="}])
+        except SmolLM3Error as error:
+            raise SmolLM3Error(f"{checkpoint}: its chat template does not render ({error})") from None
+        if template := chat.vllm_template(tokenizer):
+            (folder / chat.VLLM_TEMPLATE).write_text(template, encoding="utf-8")
+
+
+def tokenizer_fields(fields: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a tokenizer_config.json as transformers 4 and 5 both read them."""
+    fields = dict(fields)
+    if fields.get("tokenizer_class") in (None, *OF_ANOTHER_VERSION):
+        fields["tokenizer_class"] = SMOLLM3S
+    further = fields.get("extra_special_tokens")
+    if isinstance(further, list):
+        del fields["extra_special_tokens"]
+        known = fields.get("additional_special_tokens") or []
+        fields["additional_special_tokens"] = [*known, *(token for token in further if token not in known)]
+    return fields
+
+
+def load_tokenizer(folder: Path, named: Path | None = None):
+    """Returns the tokenizer in `folder`. Raises SmolLM3Error, which says `named`, where transformers cannot load it."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # of many kinds: tokenizers raises Exception itself
+        reason = " ".join(str(error).split())
+        raise SmolLM3Error(
+            f"{named or folder}: its tokenizer does not load ({type(error).__name__}: {reason[:300]}); take the "
+            "tokenizer's files from the model that it was trained from"
+        ) from None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Returns the JSON object in a file. Raises SmolLM3Error where it holds none."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise SmolLM3Error(f"{path}: not valid JSON ({error}); download it again") from None
+    if not isinstance(value, dict):
+        raise SmolLM3Error(f"{path}: a JSON object is expected, found {type(value).__name__}; download it again")
+    return value
