@@ -10,6 +10,7 @@ from transformers import SmolLM3ForCausalLM
 
 from nxd_sources.release import run_real
 from smollm3_neuron.errors import SmolLM3Error
+from smollm3_neuron.machine.runtime import ensure_neuronx
 from smollm3_neuron.model.config import read_config
 from smollm3_neuron.weights.adapter import check_serving
 
@@ -91,15 +92,13 @@ def merged_tokens(checkpoint, adapter, prompt):
 
 
 def configs(checkpoint, folder, targets, tp_degree=2, fused_qkv=False, quantized=False, **lora):
+    ensure_neuronx()
+    from neuronx_distributed_inference.models.config import NeuronConfig
+
     paths = dict(lora_ckpt_paths={"a": str(folder)}, lora_ckpt_paths_cpu={})
     values = dict(target_modules=targets, batch_size=1, max_lora_rank=4, **paths)
-    neuron_config = SimpleNamespace(
-        tp_degree=tp_degree,
-        batch_size=1,
-        fused_qkv=fused_qkv,
-        quantized=quantized,
-        lora_config=SimpleNamespace(**{**values, **lora}),
-    )
+    neuron_config = NeuronConfig(tp_degree=tp_degree, batch_size=1, fused_qkv=fused_qkv, quantized=quantized)
+    neuron_config.lora_config = SimpleNamespace(**{**values, **lora})
     return read_config(checkpoint), neuron_config
 
 
