@@ -80,6 +80,12 @@ def reference_folder(model: Path | None, artifact) -> Path:
     return folder
 
 
+def note_foreign_code(artifact) -> None:
+    """A line where an artifact's exported graphs run because its machine code is somebody else's."""
+    if artifact.has_foreign_code:
+        print(f"note: the exported graphs run as they are: {artifact.exported_because}", file=sys.stderr)
+
+
 def check_outputs(*paths: Path | None) -> None:
     """SmolLM3Error, before the work, for a file that could not be written after it."""
     for path in paths:

@@ -13,9 +13,11 @@ from ..errors import SmolLM3Error
 from ..model.config import CheckpointConfig, fields_for_transformers, read_config
 from ..weights.digests import sha256
 from ..weights.files import INDEX_FILE
-from .compiled_graphs import compile_graphs, load_graphs, reason_to_keep_exported
-from .folder import FORMAT, MANIFEST, Artifact, manifest_digest, open_artifact, versions
+from .compiled_graphs import check_graphs, compile_graphs, reason_to_keep_exported
+from .folder import Artifact, open_artifact
+from .manifest import FORMAT, MANIFEST, manifest_digest, versions
 from .settings import Settings
+from .signature import sign
 from .staging import staged
 from .tokenizer import write_tokenizer
 
@@ -185,7 +187,10 @@ def _write_manifest(staging: Path, made_of: dict[str, Any], weights: dict[str, d
     others = {path.relative_to(staging).as_posix() for path in staging.rglob("*") if path.is_file()} - weights.keys()
     entries = {file: {"size": (staging / file).stat().st_size, "sha256": sha256(staging / file)} for file in others}
     manifest = {**made_of, "files": dict(sorted((entries | weights).items()))}
-    (staging / MANIFEST).write_text(json.dumps({**manifest, "sha256": manifest_digest(manifest)}, indent=2) + "\n")
+    digest = manifest_digest(manifest)
+    has_code = made_of["place"] == "cpu" and made_of["exported_because"] is None
+    signed = {"sha256": digest, "signature": sign(digest) if has_code else None}
+    (staging / MANIFEST).write_text(json.dumps({**manifest, **signed}, indent=2) + "\n")
 
 
 def _standing(output: Path, place: str, made_of: dict[str, Any], weights_only: bool) -> Artifact | None:
@@ -217,9 +222,13 @@ def _standing(output: Path, place: str, made_of: dict[str, Any], weights_only: b
 
 
 def _check_graphs(standing: Artifact) -> None:
-    """Raises SmolLM3Error for graphs that cannot be loaded here, such as those for a CPU that can do more."""
-    if standing.place == "cpu":
-        load_graphs(standing.path)
+    """Raises SmolLM3Error for graphs that cannot be kept, such as those for a CPU that can do more."""
+    if standing.has_foreign_code:
+        raise SmolLM3Error(
+            f"{standing.path}: the machine code in it is another user's or machine's; compile without --weights-only"
+        )
+    if standing.place == "cpu" and not standing.exported_because:
+        check_graphs(standing.path)
 
 
 def _identity(folder: Path) -> dict[str, Any]:
