@@ -15,10 +15,10 @@ from ..weights.digests import sha256
 from ..weights.files import INDEX_FILE
 from .compiled_graphs import check_graphs, compile_graphs, reason_to_keep_exported
 from .folder import Artifact, open_artifact
-from .manifest import FORMAT, MANIFEST, manifest_digest, versions
+from .manifest import FORMAT, MANIFEST, check_replaceable, manifest_digest, versions
 from .settings import Settings
 from .signature import sign
-from .staging import staged
+from .staging import resolved, staged
 from .tokenizer import write_tokenizer
 
 
@@ -78,6 +78,7 @@ def compile_artifact(
     Raises SmolLM3Error. Every fault of config and checkpoint is told before anything is compiled, and nothing stands at
     `output` unless it is whole.
     """
+    target = resolved(output)
     callbacks.on_step("checking the checkpoint")
     checkpoint_config = read_config(folder)
     settings = settings.checked(checkpoint_config)
@@ -88,10 +89,11 @@ def compile_artifact(
     if standing and not weights_only:
         callbacks.on_step("nothing to do: the same artifact is there already")
         return standing
+    check_replaceable(target)
     from ..weights.checkpoint import check_checkpoint
 
     check_checkpoint(folder, checkpoint_config)
-    with staged(output) as staging:
+    with staged(target) as staging:
         write_tokenizer(folder, staging)
         config = build_config(folder, settings)
         began = time.perf_counter()
@@ -105,6 +107,7 @@ def compile_artifact(
         callbacks.on_step("writing artifact.json")
         seconds = {"compile": round(compile_seconds, 1), "all": round(time.perf_counter() - began, 1)}
         _write_manifest(staging, {**made_of, "seconds": seconds}, weights)
+        check_replaceable(target)  # once more: it took minutes
     return open_artifact(output, place)
 
 
@@ -196,8 +199,7 @@ def _write_manifest(staging: Path, made_of: dict[str, Any], weights: dict[str, d
 def _standing(output: Path, place: str, made_of: dict[str, Any], weights_only: bool) -> Artifact | None:
     """Returns the artifact at `output` if it can be kept: the same one, or with `weights_only` its graphs."""
     if not (output / MANIFEST).is_file():
-        if output.exists() and (not output.is_dir() or any(output.iterdir())):
-            raise SmolLM3Error(f"{output}: something is there that is not an artifact; choose another --output")
+        check_replaceable(output)
         if weights_only:
             raise SmolLM3Error(
                 f"{output}: no artifact there whose graphs could be kept; compile without --weights-only"

@@ -3,6 +3,7 @@
 import hashlib
 import importlib.metadata
 import json
+import os
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -27,15 +28,7 @@ def read_manifest(path: Path) -> tuple[dict[str, Any], str | None]:
 
     Raises SmolLM3Error where it is missing, damaged, of another format, or names what is not in its folder.
     """
-    file = path / MANIFEST
-    if not file.is_file():
-        raise SmolLM3Error(f"{path}: no {MANIFEST} in it, so it is not an artifact of scripts/compile.py")
-    manifest = read_json(file, "compile again")
-    if not isinstance(manifest, dict) or "format" not in manifest:
-        raise SmolLM3Error(f"{file}: damaged, it has no 'format'; compile again")
-    signature = manifest.pop("signature", None)
-    if manifest.pop("sha256", None) != manifest_digest(manifest):
-        raise SmolLM3Error(f"{file}: damaged, its digest is not its own; compile again")
+    file, (manifest, signature) = path / MANIFEST, _read(path)
     if manifest["format"] != FORMAT:
         raise SmolLM3Error(f"{path}: artifact format {manifest['format']}, this version reads {FORMAT}; compile again")
     for key, kind in KINDS.items():
@@ -44,6 +37,34 @@ def read_manifest(path: Path) -> tuple[dict[str, Any], str | None]:
     for name, entry in manifest["files"].items():
         _check_entry(file, name, entry)
     return manifest, signature
+
+
+def check_replaceable(output: Path) -> None:
+    """Raises SmolLM3Error unless a compile may take the place of what is at `output`.
+
+    That is nothing, an empty folder, or an artifact with no other file in it than those that its compile wrote.
+    """
+    if not os.path.lexists(output) or (output.is_dir() and not any(output.iterdir())):
+        return
+    if not (output / MANIFEST).is_file():
+        raise SmolLM3Error(f"{output}: something is there that is not an artifact; choose another --output")
+    try:
+        files = _read(output)[0].get("files")
+    except SmolLM3Error:
+        files = None
+    if not isinstance(files, dict):
+        raise SmolLM3Error(
+            f"{output}: its {MANIFEST} is not what a compile wrote, so nothing there is replaced; remove the folder, "
+            "or choose another --output"
+        )
+    written = {Path(file) for file in (*files, MANIFEST)}
+    written |= {parent for file in written for parent in file.parents}
+    for path in sorted(output.rglob("*")):
+        if path.relative_to(output) not in written:
+            raise SmolLM3Error(
+                f"{path}: no compile wrote it, and it would be lost; move it out of the artifact, or choose another "
+                "--output"
+            )
 
 
 def check_settings(path: Path, manifest: dict[str, Any]) -> None:
@@ -80,6 +101,20 @@ def versions() -> dict[str, str | None]:
         except importlib.metadata.PackageNotFoundError:
             installed[package] = None
     return installed
+
+
+def _read(path: Path) -> tuple[dict[str, Any], str | None]:
+    """Returns a manifest of any format whose digest is its own, and its signature."""
+    file = path / MANIFEST
+    if not file.is_file():
+        raise SmolLM3Error(f"{path}: no {MANIFEST} in it, so it is not an artifact of scripts/compile.py")
+    manifest = read_json(file, "compile again")
+    if not isinstance(manifest, dict) or "format" not in manifest:
+        raise SmolLM3Error(f"{file}: damaged, it has no 'format'; compile again")
+    signature = manifest.pop("signature", None)
+    if manifest.pop("sha256", None) != manifest_digest(manifest):
+        raise SmolLM3Error(f"{file}: damaged, its digest is not its own; compile again")
+    return manifest, signature
 
 
 def _check_entry(file: Path, name: str, entry: Any) -> None:
