@@ -3,7 +3,9 @@
 import argparse
 import json
 import logging
+import os
 import sys
+import tempfile
 import time
 import traceback
 import warnings
@@ -80,11 +82,27 @@ def reference_folder(model: Path | None, artifact) -> Path:
     return folder
 
 
+def note_foreign_code(artifact) -> None:
+    """A line where an artifact's exported graphs run because its machine code is somebody else's."""
+    if artifact.has_foreign_code:
+        print(f"note: the exported graphs run as they are: {artifact.exported_because}", file=sys.stderr)
+
+
 def check_outputs(*paths: Path | None) -> None:
     """SmolLM3Error, before the work, for a file that could not be written after it."""
-    for path in paths:
-        if path and not path.absolute().parent.is_dir():
+    for path in filter(None, paths):
+        folder = path.absolute().parent
+        if not folder.is_dir():
             raise SmolLM3Error(f"{path}: no such folder; name a file in one that exists")
+        if path.is_dir():
+            raise SmolLM3Error(f"{path}: a folder; name a file")
+        if path.exists() and not os.access(path, os.W_OK):
+            raise SmolLM3Error(f"{path}: cannot be written (Permission denied); name another file")
+        try:
+            with tempfile.TemporaryFile(dir=folder) as file:
+                file.write(bytes(1 << 16))
+        except OSError as error:
+            raise SmolLM3Error(f"{path}: cannot write there ({error.strerror}); name another file") from None
 
 
 def run(main) -> None:
@@ -107,6 +125,9 @@ def run(main) -> None:
         elif isinstance(error, RuntimeError) and "torch_neuronx" in sys.modules:
             # TorchScript puts its own traceback before what the runtime said
             advice = f"the Neuron device failed: {str(error).strip().splitlines()[-1]}"
+        elif isinstance(error, OSError) and error.filename and error.strerror:
+            print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+            sys.exit(2)
         else:
             raise
         print(f"error: {advice}", file=sys.stderr)

@@ -147,6 +147,7 @@ def main() -> None:
     check_args(args)
     place = choose_place(args.device)
     artifact = open_artifact(args.artifact, place, tp_degree=args.tp, verify=args.verify)
+    common.note_foreign_code(artifact)
     from smollm3_neuron.generate.generation import Sampling, check_prompts, generate
 
     sampling = Sampling(**sampling_parameters(args, artifact), seed=args.seed)

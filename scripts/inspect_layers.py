@@ -83,6 +83,7 @@ def open_for_inspection(args: argparse.Namespace) -> Artifact:
             "model; run it in an environment without the SDK, on an artifact of the same checkpoint for the CPU"
         )
     artifact = open_artifact(args.artifact, place)
+    common.note_foreign_code(artifact)
     if args.nxd_source and artifact.adapter:
         raise SmolLM3Error(f"--nxd-source, but {artifact.adapter} is merged into the artifact: leave --nxd-source out")
     return artifact

@@ -231,6 +231,7 @@ def main() -> None:
     args = parse_args()
     common.check_outputs(args.json, args.html)
     artifact = open_artifact(args.artifact, choose_place(args.device), tp_degree=args.tp)
+    common.note_foreign_code(artifact)
     if artifact.place == "cpu":
         common.quiet()
     tokenizer = artifact.tokenizer()

@@ -1,11 +1,16 @@
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 # before the first import of torch: a second thread slows models as small as the tests' many times over
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# the key that signs compiled graphs is kept there: not in the configuration of whoever runs the tests
+_configuration = tempfile.TemporaryDirectory()
+os.environ["XDG_CONFIG_HOME"] = _configuration.name
 
 TEST = Path(__file__).parent
 ROOT = TEST.parent

@@ -20,6 +20,8 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.func import functional_call
 
+from neuronx_distributed_inference._archive import load_program
+
 _MANIFEST = "nxd_cpu.json"
 _FORMAT = 1
 
@@ -97,11 +99,11 @@ def load_graphs(path: str) -> list[Graph]:
             manifest = json.loads(archive.read(_MANIFEST))
             if manifest["format"] != _FORMAT:
                 raise ValueError(f"{path} has format {manifest['format']}, not {_FORMAT}: compile again")
-            files = [io.BytesIO(archive.read(entry["file"])) for entry in manifest["graphs"]]
+            files = [archive.read(entry["file"]) for entry in manifest["graphs"]]
     except (zipfile.BadZipFile, KeyError) as error:
         raise ValueError(f"{path} is damaged: {error}") from error
     try:
-        programs = [torch.export.load(file) for file in files]
+        programs = [load_program(file) for file in files]
     except Exception as error:  # whatever torch's own loader stumbles over
         compiled = f"compiled with torch {manifest['torch']}, this is {torch.__version__}"
         raise ValueError(f"{path} cannot be loaded ({compiled}): {error}") from error

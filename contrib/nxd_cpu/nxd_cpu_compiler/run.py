@@ -1,6 +1,7 @@
 """Load compiled parts and run a step with them."""
 
 import json
+import re
 from pathlib import Path
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 FOLDER = "compiled"
 PLAN = "graphs.json"
+PART = re.compile(r"[0-9a-f]{16}\.so")
 
 
 def cpu_features() -> set[str]:
@@ -42,18 +44,36 @@ class CompiledGraph:
         return tensors[self._output]
 
 
-def load(folder: str) -> list[CompiledGraph] | None:
-    """The graphs that `compile_ahead` left in an artifact's folder; None: there are none.
+def read_plan(folder: str) -> dict | None:
+    """What `compile_ahead` wrote beside the parts, which it does not open; None: there is nothing.
 
-    ValueError if they were made for a CPU that can do more, or a file cannot be loaded."""
+    ValueError if it was made for a CPU that can do more, is damaged, or names a file that is not in its folder."""
     path = Path(folder, FOLDER)
     if not path.is_dir():
         return None
-    plan = json.loads((path / PLAN).read_text())
-    missing = set(plan["cpu"]) - cpu_features()
+    try:
+        plan = json.loads((path / PLAN).read_text())
+        missing = set(plan["cpu"]) - cpu_features()
+        files = {step["file"] for graph in plan["graphs"] for step in graph["steps"]}
+        wrong = [file for file in files if not PART.fullmatch(file)]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path / PLAN} is damaged ({type(error).__name__}): compile again") from error
+    if wrong:
+        raise ValueError(f"{path / PLAN} names {wrong[0]!r}, which is no part of it: compile again")
     if missing:
         lacks = ", ".join(sorted(missing))
         raise ValueError(f"{path} was compiled for a CPU with {lacks}, which this one lacks: compile again")
+    return plan
+
+
+def load(folder: str) -> list[CompiledGraph] | None:
+    """The graphs that `compile_ahead` left in an artifact's folder; None: there are none.
+
+    Opening a part runs code in it. ValueError as of `read_plan`, and if a part cannot be loaded."""
+    plan = read_plan(folder)
+    if plan is None:
+        return None
+    path = Path(folder, FOLDER)
     files = {step["file"] for graph in plan["graphs"] for step in graph["steps"]}
     try:
         parts = {file: torch._C._aoti.AOTIModelContainerRunnerCpu(str(path / file), 1) for file in files}

@@ -13,10 +13,12 @@ from ..errors import SmolLM3Error
 from ..model.config import CheckpointConfig, fields_for_transformers, read_config
 from ..weights.digests import sha256
 from ..weights.files import INDEX_FILE
-from .compiled_graphs import compile_graphs, load_graphs, reason_to_keep_exported
-from .folder import FORMAT, MANIFEST, Artifact, manifest_digest, open_artifact, versions
+from .compiled_graphs import check_graphs, compile_graphs, reason_to_keep_exported
+from .folder import Artifact, open_artifact
+from .manifest import FORMAT, MANIFEST, check_replaceable, manifest_digest, versions
 from .settings import Settings
-from .staging import staged
+from .signature import sign
+from .staging import resolved, staged
 from .tokenizer import write_tokenizer
 
 
@@ -76,6 +78,7 @@ def compile_artifact(
     Raises SmolLM3Error. Every fault of config and checkpoint is told before anything is compiled, and nothing stands at
     `output` unless it is whole.
     """
+    target = resolved(output)
     callbacks.on_step("checking the checkpoint")
     checkpoint_config = read_config(folder)
     settings = settings.checked(checkpoint_config)
@@ -86,10 +89,11 @@ def compile_artifact(
     if standing and not weights_only:
         callbacks.on_step("nothing to do: the same artifact is there already")
         return standing
+    check_replaceable(target)
     from ..weights.checkpoint import check_checkpoint
 
     check_checkpoint(folder, checkpoint_config)
-    with staged(output) as staging:
+    with staged(target) as staging:
         write_tokenizer(folder, staging)
         config = build_config(folder, settings)
         began = time.perf_counter()
@@ -103,6 +107,7 @@ def compile_artifact(
         callbacks.on_step("writing artifact.json")
         seconds = {"compile": round(compile_seconds, 1), "all": round(time.perf_counter() - began, 1)}
         _write_manifest(staging, {**made_of, "seconds": seconds}, weights)
+        check_replaceable(target)  # once more: it took minutes
     return open_artifact(output, place)
 
 
@@ -185,14 +190,16 @@ def _write_manifest(staging: Path, made_of: dict[str, Any], weights: dict[str, d
     others = {path.relative_to(staging).as_posix() for path in staging.rglob("*") if path.is_file()} - weights.keys()
     entries = {file: {"size": (staging / file).stat().st_size, "sha256": sha256(staging / file)} for file in others}
     manifest = {**made_of, "files": dict(sorted((entries | weights).items()))}
-    (staging / MANIFEST).write_text(json.dumps({**manifest, "sha256": manifest_digest(manifest)}, indent=2) + "\n")
+    digest = manifest_digest(manifest)
+    has_code = made_of["place"] == "cpu" and made_of["exported_because"] is None
+    signed = {"sha256": digest, "signature": sign(digest) if has_code else None}
+    (staging / MANIFEST).write_text(json.dumps({**manifest, **signed}, indent=2) + "\n")
 
 
 def _standing(output: Path, place: str, made_of: dict[str, Any], weights_only: bool) -> Artifact | None:
     """Returns the artifact at `output` if it can be kept: the same one, or with `weights_only` its graphs."""
     if not (output / MANIFEST).is_file():
-        if output.exists() and (not output.is_dir() or any(output.iterdir())):
-            raise SmolLM3Error(f"{output}: something is there that is not an artifact; choose another --output")
+        check_replaceable(output)
         if weights_only:
             raise SmolLM3Error(
                 f"{output}: no artifact there whose graphs could be kept; compile without --weights-only"
@@ -217,9 +224,13 @@ def _standing(output: Path, place: str, made_of: dict[str, Any], weights_only: b
 
 
 def _check_graphs(standing: Artifact) -> None:
-    """Raises SmolLM3Error for graphs that cannot be loaded here, such as those for a CPU that can do more."""
-    if standing.place == "cpu":
-        load_graphs(standing.path)
+    """Raises SmolLM3Error for graphs that cannot be kept, such as those for a CPU that can do more."""
+    if standing.has_foreign_code:
+        raise SmolLM3Error(
+            f"{standing.path}: the machine code in it is another user's or machine's; compile without --weights-only"
+        )
+    if standing.place == "cpu" and not standing.exported_because:
+        check_graphs(standing.path)
 
 
 def _identity(folder: Path) -> dict[str, Any]:

@@ -46,11 +46,22 @@ def compile_graphs(graphs: Sequence[Any], folder: Path, on_part: Callable[[int, 
 def load_graphs(folder: Path) -> list[Any] | None:
     """Returns the compiled graphs of an artifact's folder, or None where it has none.
 
-    Raises SmolLM3Error if they were compiled for a CPU that can do more than this one, or are damaged.
+    They are machine code: only for an artifact that this user compiled, see signature.py. Raises SmolLM3Error if they
+    were compiled for a CPU that can do more than this one, or are damaged.
     """
     from nxd_cpu_compiler import run
 
     try:
         return run.load(str(folder))
+    except ValueError as error:
+        raise SmolLM3Error(str(error)) from None
+
+
+def check_graphs(folder: Path) -> None:
+    """Raises SmolLM3Error where `load_graphs` would for this CPU; it opens no machine code."""
+    from nxd_cpu_compiler import run
+
+    try:
+        run.read_plan(str(folder))
     except ValueError as error:
         raise SmolLM3Error(str(error)) from None

@@ -4,25 +4,21 @@ An artifact is what NxD Inference's `compile` writes (neuron_config.json, model.
 and `artifact.json`, which says what it was made of, with which settings, by which versions and for which place.
 """
 
-import hashlib
-import importlib.metadata
-import json
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .. import __version__
 from ..errors import SmolLM3Error
 from ..generate.chat import VLLM_TEMPLATE
 from ..model.config import token_ids
+from ..model.json_files import read_json
 from ..weights.digests import crc32, sha256
 from .compiled_graphs import load_graphs
+from .manifest import MANIFEST, check_settings, manifest_digest, read_manifest, versions
 from .settings import Settings
+from .signature import is_signed_here
 from .tokenizer import TEMPLATES, TOKENIZER_FILES, load_tokenizer
-
-FORMAT = 2
-MANIFEST = "artifact.json"
-PACKAGES = ("torch", "transformers", "neuronx-distributed", "neuronx-distributed-inference", "neuronx-cc")
 
 
 @dataclass(frozen=True)
@@ -31,6 +27,7 @@ class Artifact:
 
     path: Path
     manifest: dict[str, Any]
+    is_signed: bool = False  # by this user, see signature.py
 
     @property
     def settings(self) -> Settings:
@@ -48,7 +45,14 @@ class Artifact:
 
         None where they are compiled ahead of time, or a device's.
         """
+        if self.has_foreign_code:
+            return "the machine code in it is another user's or machine's; compile again here to have your own"
         return self.manifest["exported_because"]
+
+    @property
+    def has_foreign_code(self) -> bool:
+        """Whether it holds machine code for the CPU that this user did not compile: nothing opens that."""
+        return self.place == "cpu" and self.manifest["exported_because"] is None and not self.is_signed
 
     @property
     def adapter(self) -> str | None:
@@ -76,22 +80,36 @@ class Artifact:
         return model
 
     def tokenizer(self):
-        """Returns the tokenizer that came with the checkpoint. Raises SmolLM3Error where it had none."""
-        if not (self.path / "tokenizer.json").is_file():
+        """Returns the tokenizer that came with the checkpoint; code of a checkpoint's own never runs.
+
+        Raises SmolLM3Error where it had none, or one that transformers has not.
+        """
+        if not self._has("tokenizer.json"):
             raise SmolLM3Error(f"{self.path}: no tokenizer.json in it; the checkpoint had none")
-        return load_tokenizer(self.path)
+        with tempfile.TemporaryDirectory() as folder:  # which holds what the manifest lists, and nothing else
+            for file in self.manifest["files"]:
+                if file in TOKENIZER_FILES or file.startswith(f"{TEMPLATES}/"):
+                    Path(folder, file).parent.mkdir(exist_ok=True)
+                    Path(folder, file).symlink_to((self.path / file).resolve())
+            tokenizer = load_tokenizer(Path(folder), named=self.path)
+        tokenizer.name_or_path = str(self.path)
+        return tokenizer
 
     def generation_config(self) -> dict[str, Any]:
         """Returns the checkpoint's generation_config.json, or an empty dictionary where it had none."""
-        path = self.path / "generation_config.json"
-        return json.loads(path.read_text()) if path.is_file() else {}
+        file = "generation_config.json"
+        return read_json(self.path / file, "compile again") if self._has(file) else {}
 
     def eos_token_ids(self) -> list[int]:
         """Returns the end-of-sequence token ids of generation_config.json, or else of the config."""
         eos = self.generation_config().get("eos_token_id")
         if eos is None:
-            eos = json.loads((self.path / "neuron_config.json").read_text()).get("eos_token_id")
+            eos = read_json(self.path / "neuron_config.json", "compile again").get("eos_token_id")
         return token_ids(f"{self.path}: eos_token_id", eos)
+
+    def _has(self, file: str) -> bool:
+        """Whether the manifest lists the file: nothing has checked any other."""
+        return file in self.manifest["files"]
 
     def graph_files(self) -> list[str]:
         """Returns the files that `compile` wrote: all but the weights and what was copied from the checkpoint."""
@@ -108,20 +126,11 @@ def open_artifact(path: Path, place: str, *, tp_degree: int | None = None, verif
     """
     if not path.is_dir():
         raise SmolLM3Error(f"{path}: no such artifact; make one with python scripts/compile.py --output {path}")
-    try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        version = manifest["format"]
-    except FileNotFoundError:
-        raise SmolLM3Error(f"{path}: no {MANIFEST} in it, so it is not an artifact of scripts/compile.py") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise SmolLM3Error(f"{path / MANIFEST}: damaged ({error!r}); compile again") from None
-    if manifest.pop("sha256", None) != manifest_digest(manifest):
-        raise SmolLM3Error(f"{path / MANIFEST}: damaged, its digest is not its own; compile again")
-    if version != FORMAT:
-        raise SmolLM3Error(f"{path}: artifact format {version}, this version reads {FORMAT}; compile again")
-    artifact = Artifact(path, manifest)
-    if artifact.place != place:
-        raise SmolLM3Error(f"{path}: made for {artifact.place!r}, but this is {place!r}; compile it here")
+    manifest, signature = read_manifest(path)
+    if manifest["place"] != place:
+        raise SmolLM3Error(f"{path}: made for {manifest['place']!r}, but this is {place!r}; compile it here")
+    check_settings(path, manifest)
+    artifact = Artifact(path, manifest, is_signed_here(manifest_digest(manifest), signature))
     made_for = artifact.settings.tp_degree
     if tp_degree is not None and made_for != tp_degree:
         raise SmolLM3Error(f"{path}: made for tp_degree {made_for}, not {tp_degree}; compile it for {tp_degree}")
@@ -130,24 +139,10 @@ def open_artifact(path: Path, place: str, *, tp_degree: int | None = None, verif
         if made_with != installed:
             raise SmolLM3Error(f"{path}: made with {package} {made_with}, here is {installed}; compile again")
     for file, entry in manifest["files"].items():
+        if not (path / file).resolve().is_relative_to(path.resolve()):
+            raise SmolLM3Error(f"{path / file}: a link that leads out of the artifact; compile again")
         _check_file(path / file, entry, verify)
     return artifact
-
-
-def versions() -> dict[str, str | None]:
-    """Returns the version of each package that an artifact depends on, None where it is not installed."""
-    installed: dict[str, str | None] = {"smollm3-neuron": __version__}
-    for package in PACKAGES:
-        try:
-            installed[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            installed[package] = None
-    return installed
-
-
-def manifest_digest(manifest: dict[str, Any]) -> str:
-    """Returns the SHA-256 of a manifest, which must have no "sha256" yet."""
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def _check_file(path: Path, entry: dict[str, Any], verify: bool) -> None:

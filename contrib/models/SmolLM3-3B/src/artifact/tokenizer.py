@@ -12,6 +12,7 @@ from typing import Any
 
 from ..errors import SmolLM3Error
 from ..generate import chat
+from ..model.json_files import read_json
 
 CONFIG = "tokenizer_config.json"
 TEMPLATES = "additional_chat_templates"  # a folder
@@ -69,13 +70,16 @@ def tokenizer_fields(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_tokenizer(folder: Path, named: Path | None = None):
-    """Returns the tokenizer in `folder`. Raises SmolLM3Error, which says `named`, where transformers cannot load it."""
+    """Returns the tokenizer in `folder`; code that comes with it does not run.
+
+    Raises SmolLM3Error, which says `named`, where transformers cannot load it.
+    """
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # of many kinds: tokenizers raises Exception itself
-        reason = " ".join(str(error).split())
+        reason = " ".join(str(error).replace(str(folder), str(named or folder)).split())
         raise SmolLM3Error(
             f"{named or folder}: its tokenizer does not load ({type(error).__name__}: {reason[:300]}); take the "
             "tokenizer's files from the model that it was trained from"
@@ -84,10 +88,7 @@ def load_tokenizer(folder: Path, named: Path | None = None):
 
 def read_object(path: Path) -> dict[str, Any]:
     """Returns the JSON object in a file. Raises SmolLM3Error where it holds none."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise SmolLM3Error(f"{path}: not valid JSON ({error}); download it again") from None
+    value = read_json(path)
     if not isinstance(value, dict):
         raise SmolLM3Error(f"{path}: a JSON object is expected, found {type(value).__name__}; download it again")
     return value

@@ -18,7 +18,7 @@ from ..errors import SmolLM3Error
 from ..model.config import INSTEAD, CheckpointConfig, check_format
 from ..model.dtypes import DTYPES, MODEL_DTYPES
 from ..model.heads import ShardingPlan, padded_size
-from .files import INDEX_FILE, PREFIX, SINGLE_FILE
+from .files import INDEX_FILE, PREFIX, SINGLE_FILE, is_inside
 from .padding import pad_with_zeros
 from .projections import PROJECTIONS, QKV
 from .quantization import least_scale, quantized_linears
@@ -50,8 +50,11 @@ def checkpoint_files(folder: str | Path) -> dict[str, Path]:
         try:
             weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             files = {name: folder / file for name, file in weight_map.items()}
+            outside = next((file for file in weight_map.values() if not is_inside(file)), None)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise SmolLM3Error(f"{index}: not a weight index ({error!r}); download the file again") from None
+        if outside is not None:
+            raise SmolLM3Error(f"{index}: it names {outside!r}, which is not in its folder; download the file again")
     elif (folder / SINGLE_FILE).is_file():
         files = {name: folder / SINGLE_FILE for name in _names_in(folder / SINGLE_FILE)}
     else:
