@@ -124,6 +124,7 @@ def rewrite(folder: Path, **changes) -> None:
     """The manifest with other values and its right digest: as another version or machine would have written it."""
     manifest = json.loads((folder / MANIFEST).read_text())
     del manifest["sha256"]
+    manifest.pop("signature", None)
     manifest |= changes
     (folder / MANIFEST).write_text(json.dumps({**manifest, "sha256": manifest_digest(manifest)}))
 
