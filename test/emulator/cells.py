@@ -84,5 +84,6 @@ CELLS = [from_feature(feature) for feature in FEATURES if feature.name not in NO
 
 def cells_of(version: str) -> list[Cell]:
     """Those of a release of NxD Inference."""
-    possible = [c for c in CELLS if not c.only or version in c.only or CPU in c.only]
-    return possible if version.startswith("0.8") else [cell for cell in possible if cell.name in CORE]
+    if not version.startswith("0.8"):
+        return [cell for cell in CELLS if cell.name in CORE]
+    return [cell for cell in CELLS if not cell.only or version in cell.only or CPU in cell.only]

@@ -10,7 +10,7 @@ from places import TINY
 from reference import make_checkpoint
 
 from smollm3_neuron.artifact.settings import Settings
-from smollm3_neuron.check.reference import load_reference
+from smollm3_neuron.check.altered_reference import load_altered_reference
 
 pytestmark = pytest.mark.emulator
 SLOW = ("tiny-tp16", "tiny-tp32", "prompts-of-4096-tokens")
@@ -79,7 +79,7 @@ def test_tokens_equal_transformers(release, cell: Cell, on_device, checkpoints, 
 def dequantized(checkpoint, folder, neuron):
     """The checkpoint with the values that its quantized weights stand for, its head untied."""
     settings = Settings(**{name: value for name, value in neuron.items() if name in Settings.__dataclass_fields__})
-    model = load_reference(checkpoint, quantized=settings)
+    model = load_altered_reference(checkpoint, quantized=settings)
     model.config.tie_word_embeddings = False
     model.save_pretrained(folder)
     return str(folder)
