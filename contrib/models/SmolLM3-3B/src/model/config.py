@@ -201,7 +201,9 @@ def resolve_config(fields: Mapping[str, Any]) -> CheckpointConfig:
     if resolved["hidden_act"] not in HIDDEN_ACTS:
         raise SmolLM3Error(f"hidden_act is {resolved['hidden_act']!r}, supported is {_one_of(HIDDEN_ACTS)}")
     for name, default in (("attention_bias", False), ("mlp_bias", False), ("tie_word_embeddings", True)):
-        resolved[name] = default if fields.get(name) is None else fields[name]
+        resolved[name] = fields.get(name, default)
+        if resolved[name] is None:  # which transformers takes for false, also where the default is true
+            resolved[name] = False
         if type(resolved[name]) is not bool:
             raise SmolLM3Error(f"{name} is {resolved[name]!r}, allowed is true or false")
     resolved["head_dim"] = _head_dim(fields, resolved)
