@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SmolLM3Error
+from ..model.json_files import read_json
 from .limit import SECONDS, within
 
 VLLM_TEMPLATE = "vllm_chat_template.jinja"
@@ -111,12 +112,7 @@ def read_conversation(path: Path) -> dict[str, Any]:
 
     Raises SmolLM3Error where the file is neither.
     """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise SmolLM3Error(f"{path}: {error.strerror}") from None
-    except ValueError as error:
-        raise SmolLM3Error(f"{path}: not valid JSON ({error})") from None
+    value = read_json(path, "name a file with --messages that holds a conversation")
     conversation = {"messages": value} if isinstance(value, list) else value
     messages = conversation.get("messages") if isinstance(conversation, dict) else None
     if not isinstance(messages, list) or not all(
