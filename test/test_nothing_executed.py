@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -190,3 +192,26 @@ def test_what_is_loaded_must_be_listed(name, copy):
     rewrite(copy, files=files)
     with pytest.raises(SmolLM3Error, match=f"{name} is not among its files"):
         open_artifact(copy, "cpu")
+
+
+LOOP = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
+
+
+def test_a_template_that_loops_for_ever_ends(monkeypatch):
+    from transformers import AutoTokenizer
+
+    from smollm3_neuron.generate import chat
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder())
+    messages = [{"role": "user", "content": "1+1="}]
+    monkeypatch.setattr(chat, "SECONDS", 60)
+    prompt, before = chat.render(tokenizer, messages, today="1 May 2026"), threading.active_count()
+    monkeypatch.setattr(chat, "SECONDS", 0.5)
+    tokenizer.chat_template = LOOP
+    began = time.monotonic()
+    with pytest.raises(SmolLM3Error, match="chat template takes longer than 0.5 s: it may never end"):
+        chat.render(tokenizer, messages)
+    assert time.monotonic() - began < 30 and threading.active_count() == before
+    monkeypatch.setattr(chat, "SECONDS", 60)
+    tokenizer.chat_template = AutoTokenizer.from_pretrained(tiny_folder()).chat_template
+    assert chat.render(tokenizer, messages, today="1 May 2026") == prompt

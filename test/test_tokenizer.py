@@ -27,7 +27,7 @@ def checkpoint(tmp_path):
 def written(checkpoint):
     folder = checkpoint.parent / "artifact"
     write_tokenizer(checkpoint, folder)
-    return Artifact(folder, {}).tokenizer()
+    return Artifact(folder, {"files": [path.relative_to(folder).as_posix() for path in folder.rglob("*")]}).tokenizer()
 
 
 def without(*names, **changes):

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..errors import SmolLM3Error
 from ..model.config import CheckpointConfig, fields_for_transformers, read_config
-from ..weights.digests import sha256
+from ..weights.digests import sampled_sha256, sha256
 from ..weights.files import INDEX_FILE
 from .compiled_graphs import check_graphs, compile_graphs, reason_to_keep_exported
 from .folder import Artifact, open_artifact
@@ -19,7 +19,7 @@ from .manifest import FORMAT, MANIFEST, check_replaceable, manifest_digest, vers
 from .settings import Settings
 from .signature import sign
 from .staging import resolved, staged
-from .tokenizer import write_tokenizer
+from .tokenizer import TEMPLATES, TOKENIZER_FILES, write_tokenizer
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def _made_of(
     """Returns what tells the artifact from any other, as its manifest has it."""
     model = {"name": name, "folder": str(folder), "revision": revision, **_identity(folder)}
     model["adapter"] = adapter and adapter.identity
-    weight_bytes = sum(size for _, size, _ in model["weights"])
+    weight_bytes = sum(file["size"] for file in model["weights"])
     return {
         "format": FORMAT,
         "place": place,
@@ -234,10 +234,28 @@ def _check_graphs(standing: Artifact) -> None:
 
 
 def _identity(folder: Path) -> dict[str, Any]:
-    """Returns what another checkpoint would differ in: the config's and the index's digests, and the weights' files."""
-    index, files = folder / INDEX_FILE, sorted(folder.glob("*.safetensors"))
+    """Returns what another checkpoint would differ in: digests of every file that goes into the artifact.
+
+    Of weights it is one of samples; the time of the last change of the file itself, which no tool sets, tells the rest.
+    """
+    from ..weights.checkpoint import checkpoint_files
+
+    index = folder / INDEX_FILE
+    beside = [*(folder / file for file in TOKENIZER_FILES), *sorted((folder / TEMPLATES).glob("*"))]
     return {
         "config_sha256": sha256(folder / "config.json"),
         "index_sha256": sha256(index) if index.is_file() else None,
-        "weights": [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files],
+        "tokenizer": {f.relative_to(folder).as_posix(): sha256(f) for f in beside if f.is_file()},
+        "weights": [_weights(folder, file) for file in sorted(set(checkpoint_files(folder).values()))],
+    }
+
+
+def _weights(folder: Path, file: Path) -> dict[str, Any]:
+    status = file.stat()
+    return {
+        "file": file.relative_to(folder).as_posix(),
+        "size": status.st_size,
+        "modified_ns": status.st_mtime_ns,
+        "changed_ns": status.st_ctime_ns,
+        "sampled_sha256": sampled_sha256(file),
     }

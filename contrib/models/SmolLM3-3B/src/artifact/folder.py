@@ -28,6 +28,9 @@ class Artifact:
     path: Path
     manifest: dict[str, Any]
     is_signed: bool = False  # by this user, see signature.py
+    generation: tuple[int, ...] | None = (
+        None  # tells what stands at `path` from any other artifact there, before or later
+    )
 
     @property
     def settings(self) -> Settings:
@@ -62,8 +65,18 @@ class Artifact:
     def load(self):
         """Returns the model, ready to generate; `ensure_neuronx` must have been called.
 
-        Raises SmolLM3Error for what the CPU runtime cannot load, such as graphs compiled for a CPU that can do more.
+        Raises SmolLM3Error for what the CPU runtime cannot load, such as graphs compiled for a CPU that can do more,
+        and where a compile put another artifact in this one's place: graphs and weights come from one.
         """
+        try:
+            model = self._loaded()
+        except Exception:
+            self._check_generation()
+            raise
+        self._check_generation()
+        return model
+
+    def _loaded(self):
         from ..modeling_smollm3_3b import NeuronSmolLM3ForCausalLM
 
         model = NeuronSmolLM3ForCausalLM(str(self.path))
@@ -91,21 +104,35 @@ class Artifact:
                 if file in TOKENIZER_FILES or file.startswith(f"{TEMPLATES}/"):
                     Path(folder, file).parent.mkdir(exist_ok=True)
                     Path(folder, file).symlink_to((self.path / file).resolve())
+            self._check_generation()
             tokenizer = load_tokenizer(Path(folder), named=self.path)
+        self._check_generation()
         tokenizer.name_or_path = str(self.path)
         return tokenizer
 
     def generation_config(self) -> dict[str, Any]:
         """Returns the checkpoint's generation_config.json, or an empty dictionary where it had none."""
         file = "generation_config.json"
-        return read_json(self.path / file, "compile again") if self._has(file) else {}
+        return self._json(file) if self._has(file) else {}
 
     def eos_token_ids(self) -> list[int]:
         """Returns the end-of-sequence token ids of generation_config.json, or else of the config."""
         eos = self.generation_config().get("eos_token_id")
         if eos is None:
-            eos = read_json(self.path / "neuron_config.json", "compile again").get("eos_token_id")
+            eos = self._json("neuron_config.json").get("eos_token_id")
         return token_ids(f"{self.path}: eos_token_id", eos)
+
+    def _json(self, file: str) -> dict[str, Any]:
+        self._check_generation()
+        value = read_json(self.path / file, "compile again")
+        self._check_generation()
+        if not isinstance(value, dict):
+            raise SmolLM3Error(f"{self.path / file}: a JSON object is expected; compile again")
+        return value
+
+    def _check_generation(self) -> None:
+        if _generation(self.path) != self.generation:
+            raise SmolLM3Error(f"{self.path}: a compile replaced it while it was read; run this again")
 
     def _has(self, file: str) -> bool:
         """Whether the manifest lists the file: nothing has checked any other."""
@@ -126,11 +153,12 @@ def open_artifact(path: Path, place: str, *, tp_degree: int | None = None, verif
     """
     if not path.is_dir():
         raise SmolLM3Error(f"{path}: no such artifact; make one with python scripts/compile.py --output {path}")
+    generation = _generation(path)
     manifest, signature = read_manifest(path)
     if manifest["place"] != place:
         raise SmolLM3Error(f"{path}: made for {manifest['place']!r}, but this is {place!r}; compile it here")
     check_settings(path, manifest)
-    artifact = Artifact(path, manifest, is_signed_here(manifest_digest(manifest), signature))
+    artifact = Artifact(path, manifest, is_signed_here(manifest_digest(manifest), signature), generation)
     made_for = artifact.settings.tp_degree
     if tp_degree is not None and made_for != tp_degree:
         raise SmolLM3Error(f"{path}: made for tp_degree {made_for}, not {tp_degree}; compile it for {tp_degree}")
@@ -138,11 +166,25 @@ def open_artifact(path: Path, place: str, *, tp_degree: int | None = None, verif
         made_with = manifest["versions"].get(package)
         if made_with != installed:
             raise SmolLM3Error(f"{path}: made with {package} {made_with}, here is {installed}; compile again")
-    for file, entry in manifest["files"].items():
-        if not (path / file).resolve().is_relative_to(path.resolve()):
-            raise SmolLM3Error(f"{path / file}: a link that leads out of the artifact; compile again")
-        _check_file(path / file, entry, verify)
+    try:
+        for file, entry in manifest["files"].items():
+            if not (path / file).resolve().is_relative_to(path.resolve()):
+                raise SmolLM3Error(f"{path / file}: a link that leads out of the artifact; compile again")
+            _check_file(path / file, entry, verify)
+    except (SmolLM3Error, OSError):
+        artifact._check_generation()
+        raise
+    artifact._check_generation()
     return artifact
+
+
+def _generation(path: Path) -> tuple[int, ...] | None:
+    """Returns what is another for every artifact that was ever at `path`; None where there is none."""
+    try:
+        status = (path / MANIFEST).stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino, status.st_ctime_ns, status.st_size
 
 
 def _check_file(path: Path, entry: dict[str, Any], verify: bool) -> None:

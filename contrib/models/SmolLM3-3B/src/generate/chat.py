@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SmolLM3Error
+from ..model.json_files import read_json
+from .limit import SECONDS, within
 
 VLLM_TEMPLATE = "vllm_chat_template.jinja"
 TYPES = {
@@ -36,7 +38,7 @@ def render(tokenizer, messages: Sequence[Mapping[str, Any]], **variables: Any) -
 
     `variables` (their names are VARIABLES) are the template's own, `tools` as OpenAI's API has them, and `today`, e.g.
     "17 March 2026", for the date. Raises SmolLM3Error for a checkpoint without a template, and for what the template
-    would lose or mangle.
+    would lose or mangle, and one that does not end.
     """
     from jinja2 import TemplateError
 
@@ -51,8 +53,12 @@ def render(tokenizer, messages: Sequence[Mapping[str, Any]], **variables: Any) -
     except ValueError as error:  # several templates, none of them the default
         raise SmolLM3Error(f"the checkpoint's chat templates: {error}") from None
     try:
-        return tokenizer.apply_chat_template(
-            list(messages), chat_template=template, tokenize=False, add_generation_prompt=True, **variables
+        return within(
+            SECONDS,
+            "the checkpoint's chat template",
+            lambda: tokenizer.apply_chat_template(
+                list(messages), chat_template=template, tokenize=False, add_generation_prompt=True, **variables
+            ),
         )
     except TemplateError as error:
         raise SmolLM3Error(str(error)) from None
@@ -106,12 +112,7 @@ def read_conversation(path: Path) -> dict[str, Any]:
 
     Raises SmolLM3Error where the file is neither.
     """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise SmolLM3Error(f"{path}: {error.strerror}") from None
-    except ValueError as error:
-        raise SmolLM3Error(f"{path}: not valid JSON ({error})") from None
+    value = read_json(path, "name a file with --messages that holds a conversation")
     conversation = {"messages": value} if isinstance(value, list) else value
     messages = conversation.get("messages") if isinstance(conversation, dict) else None
     if not isinstance(messages, list) or not all(

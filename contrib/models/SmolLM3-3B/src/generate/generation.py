@@ -18,6 +18,7 @@ from transformers.generation.logits_process import (
 
 from ..errors import SmolLM3Error
 from .blocks import BlockTables
+from .turns import turn
 
 
 class NotANumber(RuntimeError):
@@ -144,7 +145,8 @@ def generate(
     A prompt's tokens end at an EOS, after `max_new_tokens`, or where the model's seq_len is full. The token ids in
     `suppress_tokens` are never chosen. `on_token(prompt index, token)` is called as tokens come. `forced` (teacher
     forcing) has, for each prompt, the tokens that are fed in the place of the model's own choices, as many of which
-    come back. With `keep_logits` the results hold the logits.
+    come back. With `keep_logits` the results hold the logits. A call from another thread waits until this one has its
+    answers: the model has one KV cache.
 
     Raises SmolLM3Error for an empty prompt, one longer than max_context_length, a token that the vocabulary has not,
     and for what the model's on-device sampling cannot do; NotANumber where the model returns logits that are not
@@ -159,21 +161,22 @@ def generate(
                 f"{model.config.vocab_size - 1}: is the tokenizer another model's?"
             )
     results = [Generated() for _ in prompts]
-    for first in range(0, len(prompts), neuron_config.batch_size):
-        group = slice(first, first + neuron_config.batch_size)
-        _generate_group(
-            model,
-            prompts[group],
-            results[group],
-            max_new_tokens,
-            eos_token_ids=eos_token_ids,
-            suppress_tokens=suppress_tokens,
-            pad_token_id=pad_token_id,
-            sampling=sampling,
-            on_token=(lambda row, token, first=first: on_token(first + row, token)) if on_token else None,
-            forced=forced and forced[group],
-            keep_logits=keep_logits,
-        )
+    with turn(model):
+        for first in range(0, len(prompts), neuron_config.batch_size):
+            group = slice(first, first + neuron_config.batch_size)
+            _generate_group(
+                model,
+                prompts[group],
+                results[group],
+                max_new_tokens,
+                eos_token_ids=eos_token_ids,
+                suppress_tokens=suppress_tokens,
+                pad_token_id=pad_token_id,
+                sampling=sampling,
+                on_token=(lambda row, token, first=first: on_token(first + row, token)) if on_token else None,
+                forced=forced and forced[group],
+                keep_logits=keep_logits,
+            )
     return results
 
 

@@ -4,7 +4,6 @@ Reference: transformers' `SmolLM3Config` (4.57 and 5). What it would answer with
 then compute wrongly, is an error here that names the field, the value and what is allowed.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 from ..errors import SmolLM3Error
 from .dtypes import MODEL_DTYPES
 from .heads import ShardingPlan
+from .json_files import read_json
 
 MODEL_TYPE = "smollm3"
 NO_ROPE_LAYER_INTERVAL = 4  # transformers' default
@@ -28,6 +28,8 @@ POSITIVE_INTEGERS = (
 REQUIRED = (*POSITIVE_INTEGERS, "rms_norm_eps", "hidden_act")
 HIDDEN_ACTS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")  # the ones tested
 LAYER_TYPES = ("full_attention", "sliding_attention")
+LARGEST = {"num_hidden_layers": 4096}  # each is built, or listed, before anything else is checked
+LARGEST_NUMBER = 1e30  # of what float32 is computed with
 # keys of rope_scaling beside rope_type: those that are required, those that are optional
 ROPE_SCALING_KEYS = {
     "linear": (("factor",), ()),
@@ -151,12 +153,9 @@ def token_ids(name: str, value: Any) -> list[int]:
 
 def _read(path: Path) -> tuple[dict[str, Any], CheckpointConfig]:
     """Returns the fields of a config.json, and what they resolve to."""
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise SmolLM3Error(f"{path.parent}: no config.json there; pass the folder of a checkpoint") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise SmolLM3Error(f"{path}: not valid JSON ({error}); download the file again") from None
+    if not path.exists():
+        raise SmolLM3Error(f"{path.parent}: no config.json there; pass the folder of a checkpoint")
+    raw = read_json(path, "download the file again")
     if not isinstance(raw, dict):
         raise SmolLM3Error(f"{path}: a JSON object is expected, found {type(raw).__name__}; download the file again")
     try:
@@ -196,12 +195,17 @@ def resolve_config(fields: Mapping[str, Any]) -> CheckpointConfig:
     for name in POSITIVE_INTEGERS:
         if type(resolved[name]) is not int or resolved[name] < 1:
             raise SmolLM3Error(f"{name} is {resolved[name]!r}, allowed is a whole number of at least 1")
+        largest = LARGEST.get(name, 2**31 - 1)
+        if resolved[name] > largest:
+            raise SmolLM3Error(f"{name} is {resolved[name]!r:.40}, allowed is a whole number from 1 to {largest}")
     if type(resolved["rms_norm_eps"]) not in (int, float) or not 0 < resolved["rms_norm_eps"] < 1:
         raise SmolLM3Error(f"rms_norm_eps is {resolved['rms_norm_eps']!r}, allowed is a number between 0 and 1")
     if resolved["hidden_act"] not in HIDDEN_ACTS:
         raise SmolLM3Error(f"hidden_act is {resolved['hidden_act']!r}, supported is {_one_of(HIDDEN_ACTS)}")
     for name, default in (("attention_bias", False), ("mlp_bias", False), ("tie_word_embeddings", True)):
-        resolved[name] = default if fields.get(name) is None else fields[name]
+        resolved[name] = fields.get(name, default)
+        if resolved[name] is None:  # which transformers takes for false, also where the default is true
+            resolved[name] = False
         if type(resolved[name]) is not bool:
             raise SmolLM3Error(f"{name} is {resolved[name]!r}, allowed is true or false")
     resolved["head_dim"] = _head_dim(fields, resolved)
@@ -282,9 +286,9 @@ def _rope(fields: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
     parameters, scaling = dict(parameters or {}), _scaling(scaling or {}, "rope_scaling")
     theta = parameters.pop("rope_theta", None)
     theta = fields.get("rope_theta") if theta is None else theta
-    if type(theta) not in (int, float) or theta <= 0:
-        state = "is missing" if theta is None else f"is {theta!r}"
-        raise SmolLM3Error(f"rope_theta {state}, allowed is a number above 0")
+    if type(theta) not in (int, float) or not 0 < theta <= LARGEST_NUMBER:
+        state = "is missing" if theta is None else f"is {theta!r:.40}"
+        raise SmolLM3Error(f"rope_theta {state}, allowed is a number above 0, up to {LARGEST_NUMBER:g}")
     if parameters:
         new_scaling = _scaling(parameters, "rope_parameters")
         if scaling is not None:
@@ -321,9 +325,10 @@ def _scaling(scaling: Mapping[str, Any], name: str) -> dict[str, Any] | None:
         if key not in required + optional:
             raise SmolLM3Error(f"{name}.{key} is unknown for {rope_type!r}, allowed is {_one_of(required + optional)}")
         least = 1 if key in ("factor", "original_max_position_embeddings") else 0
-        if type(value) not in (int, float) or not least <= value < float("inf") or not value:
+        if type(value) not in (int, float) or not least <= value <= LARGEST_NUMBER or not value:
             raise SmolLM3Error(
-                f"{name}.{key} is {value!r}, allowed is a number {'of at least 1' if least else 'above 0'}"
+                f"{name}.{key} is {value!r:.40}, allowed is a number {'of at least 1' if least else 'above 0'}, up to "
+                f"{LARGEST_NUMBER:g}"
             )
     return scaling
 

@@ -18,11 +18,11 @@ def read_json(path: Path, instead: str = "download it again") -> Any:
     except OSError as error:
         raise SmolLM3Error(f"{path}: cannot be read ({error.strerror}); {instead}") from None
     except UnicodeDecodeError:
-        raise SmolLM3Error(f"{path}: damaged, not valid JSON (it is not UTF-8); {instead}") from None
+        raise SmolLM3Error(f"{path}: not valid JSON (it is not UTF-8), so it is damaged; {instead}") from None
     except RecursionError:
-        raise SmolLM3Error(f"{path}: damaged, not valid JSON (it is nested too deep); {instead}") from None
+        raise SmolLM3Error(f"{path}: not valid JSON (it is nested too deep), so it is damaged; {instead}") from None
     except ValueError as error:
-        raise SmolLM3Error(f"{path}: damaged, not valid JSON ({error}); {instead}") from None
+        raise SmolLM3Error(f"{path}: not valid JSON ({error}), so it is damaged; {instead}") from None
 
 
 def _refuse_constant(constant: str) -> None:

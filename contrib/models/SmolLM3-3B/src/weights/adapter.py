@@ -4,7 +4,6 @@ Reference: PEFT's `merge_and_unload` on transformers. Of tied embeddings PEFT wo
 the embedding and the head change each for itself, as in PEFT's forward before merging, which is what was trained.
 """
 
-import json
 import math
 import re
 from pathlib import Path
@@ -15,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from ..errors import SmolLM3Error
 from ..model.config import CheckpointConfig
+from ..model.json_files import read_json
 from .checkpoint import expected_shapes
 from .digests import sha256
 from .lazy_rows import MergedRows
@@ -100,12 +100,9 @@ class Adapter:
 
     def _read_config(self) -> dict[str, Any]:
         path = self.folder / CONFIG
-        try:
-            peft_config = json.loads(path.read_text(encoding="utf-8"))
-        except (FileNotFoundError, NotADirectoryError):
-            raise SmolLM3Error(f"{self.folder}: no {CONFIG} there; pass the folder of a PEFT adapter") from None
-        except ValueError as error:
-            raise SmolLM3Error(f"{path}: not valid JSON ({error}); copy the file again") from None
+        if not path.exists():
+            raise SmolLM3Error(f"{self.folder}: no {CONFIG} there; pass the folder of a PEFT adapter")
+        peft_config = read_json(path, "copy the file again")
         peft_type = peft_config.get("peft_type") if isinstance(peft_config, dict) else peft_config
         if not isinstance(peft_config, dict) or peft_type != "LORA":
             raise SmolLM3Error(f"{path}: peft_type is {peft_type!r}, only 'LORA' can be merged")

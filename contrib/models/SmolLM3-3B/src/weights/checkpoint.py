@@ -5,7 +5,6 @@ Converting (`to_neuron_state_dict`) does what the library does not do or does wr
 beside tied embeddings, fuses QKV, expands KV heads for CONVERT_TO_MHA, and adds the ranks.
 """
 
-import json
 import logging
 from collections.abc import Collection
 from pathlib import Path
@@ -18,6 +17,7 @@ from ..errors import SmolLM3Error
 from ..model.config import INSTEAD, CheckpointConfig, check_format
 from ..model.dtypes import DTYPES, MODEL_DTYPES
 from ..model.heads import ShardingPlan, padded_size
+from ..model.json_files import read_json
 from .files import INDEX_FILE, PREFIX, SINGLE_FILE, is_inside
 from .padding import pad_with_zeros
 from .projections import PROJECTIONS, QKV
@@ -47,11 +47,12 @@ def checkpoint_files(folder: str | Path) -> dict[str, Path]:
     folder = Path(folder)
     index = folder / INDEX_FILE
     if index.is_file():
+        content = read_json(index, "download the file again")
         try:
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            weight_map = content["weight_map"]
             files = {name: folder / file for name, file in weight_map.items()}
             outside = next((file for file in weight_map.values() if not is_inside(file)), None)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError) as error:
             raise SmolLM3Error(f"{index}: not a weight index ({error!r}); download the file again") from None
         if outside is not None:
             raise SmolLM3Error(f"{index}: it names {outside!r}, which is not in its folder; download the file again")
