@@ -17,6 +17,7 @@ from smollm3_neuron.generate import chat
 from smollm3_neuron.machine.preflight import choose_place
 
 NEW_TOKENS = 128
+CLEANED_UP = 16  # characters at the end of a text that cleaning up may still change
 
 
 def parse_args() -> argparse.Namespace:
@@ -29,7 +30,7 @@ def parse_args() -> argparse.Namespace:
     common.add_device(place)
     place.add_argument("--tp", type=int, metavar="N", help="refuse an artifact made for another tensor-parallel degree")
     place.add_argument("--verify", action="store_true", help="read the weights' digests too before loading")
-    return parser.parse_args()
+    return parser.parse_intermixed_args()  # prompts may stand behind options
 
 
 def add_chat(group) -> None:
@@ -62,7 +63,9 @@ def add_sampling(group) -> None:
     group.add_argument(
         "--top-p", type=float, metavar="P", help="sample from the likeliest tokens, P of the probability"
     )
-    group.add_argument("--top-k", type=int, metavar="K", help="sample from the K likeliest tokens")
+    group.add_argument(
+        "--top-k", type=int, metavar="K", help="sample from the K likeliest tokens; 0: from all (default: 50)"
+    )
     group.add_argument("--seed", type=int, default=0, help="of the sampling (default: %(default)s)")
 
 
@@ -83,9 +86,13 @@ class Printer:
         self.tokens[row].append(token)
         if len(self.prompts) == 1:
             text = self.text(0)
-            if not text.endswith("\ufffd"):  # the bytes of one character may come in several tokens
-                print(text[self.printed :], end="", flush=True)
-                self.printed = len(text)
+            if text.endswith("\ufffd"):  # the bytes of one character may come in several tokens
+                return
+            # cleaning up takes spaces away before what comes, such as " n't": what it may reach waits
+            settled = len(text) - (CLEANED_UP if self.tokenizer.clean_up_tokenization_spaces else 0)
+            if settled > self.printed:
+                print(text[self.printed : settled], end="", flush=True)
+                self.printed = settled
 
     def close(self) -> None:
         if len(self.prompts) == 1:
@@ -115,20 +122,26 @@ def chat_prompts(args: argparse.Namespace, tokenizer) -> list[str]:
 
 
 def sampling_parameters(args: argparse.Namespace, artifact: Artifact) -> dict:
-    """The arguments, and in a chat for what they leave out the checkpoint's generation_config.json."""
-    defaults = artifact.generation_config()
+    """The fields of the checkpoint's generation_config.json with the arguments in their places.
+
+    Outside of a chat, and where the device is greedy, only a --temperature above 0 makes samples.
+    """
+    fields = artifact.generation_config()
     on_device = artifact.settings.on_device_sampling_config
     only_greedy = on_device is not None and not (on_device.get("do_sample") or on_device.get("dynamic"))
-    if not args.chat or not defaults.get("do_sample") or only_greedy:
-        defaults = {"temperature": 0.0}
-    defaults.setdefault("temperature", 1.0)
+    if not args.chat or only_greedy:
+        fields["do_sample"] = False
+    if not args.chat:  # what the file has of samples is meant for its chat
+        fields = {name: value for name, value in fields.items() if name not in ("temperature", "top_k", "top_p")}
+    if args.temperature is not None:
+        fields["do_sample"] = args.temperature != 0
     given = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
-    sampling = {name: defaults.get(name) if value is None else value for name, value in given.items()}
-    if not sampling["temperature"] and (args.top_k or args.top_p):
+    fields |= {name: value for name, value in given.items() if value is not None}
+    if not fields.get("do_sample") and (args.top_k or args.top_p):
         raise SmolLM3Error(
             "--top-k and --top-p choose among samples, but the temperature is 0: give --temperature, too"
         )
-    return sampling
+    return fields
 
 
 def note_cut_answers(max_new_tokens: int, prompts: list[list[int]], seq_len: int) -> None:
@@ -148,9 +161,14 @@ def main() -> None:
     place = choose_place(args.device)
     artifact = open_artifact(args.artifact, place, tp_degree=args.tp, verify=args.verify)
     common.note_foreign_code(artifact)
-    from smollm3_neuron.generate.generation import Sampling, check_prompts, generate
+    from smollm3_neuron.generate.generation import check_prompts, generate
+    from smollm3_neuron.generate.sampling import Sampling
 
-    sampling = Sampling(**sampling_parameters(args, artifact), seed=args.seed)
+    fields = sampling_parameters(args, artifact)
+    try:
+        sampling = Sampling.of(fields, args.seed)
+    except SmolLM3Error as error:
+        raise SmolLM3Error(f"{error} (arguments, and {args.artifact / 'generation_config.json'})") from None
     if place == "cpu":
         common.quiet()
     tokenizer = artifact.tokenizer()
@@ -170,6 +188,7 @@ def main() -> None:
         pad_token_id=tokenizer.pad_token_id or 0,
         sampling=sampling,
         on_token=printer,
+        tokenizer=tokenizer,
     )
     printer.close()
 

@@ -218,6 +218,63 @@ def test_a_chat_samples_as_the_checkpoint_asks(artifact, tmp_path):
     assert len(seeds) == 2 and answer("--temperature", "0") not in seeds
 
 
+def test_prompts_may_stand_behind_options(artifact):
+    done = run("generate", artifact, "--device", "cpu", "--max-new-tokens", "4", "1+1=")
+    assert done.returncode == 0 and done.stdout.startswith("1+1="), done.stderr
+
+
+@pytest.mark.parametrize("cleaned_up", [False, True])
+def test_what_is_streamed_is_what_is_decoded(monkeypatch, capsys, cleaned_up):
+    """Cleaning up takes spaces away that were there one token before."""
+    from transformers import AutoTokenizer
+
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    from generate import Printer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder(), clean_up_tokenization_spaces=cleaned_up)
+    for text in ("don't stop, please?", "do n't stop , please ? I 'm 's 've ' re ' a . . . b ! ü→漢字 ' ", "a", " . "):
+        printer = Printer(tokenizer, [""])
+        tokens = tokenizer(text)["input_ids"]
+        for token in tokens:
+            printer(0, token)
+        printer.close()
+        assert capsys.readouterr().out == tokenizer.decode(tokens, skip_special_tokens=True) + "\n"
+
+
+@pytest.mark.parametrize(
+    "fields, args, parts",
+    [
+        ({"num_beams": 4}, [], ["num_beams is 4, which is not done here", "generation_config.json"]),
+        ({"top_k": -1}, ["--chat"], ["top_k is -1", "generation_config.json"]),
+        ({"eos_token_id": "x"}, [], ["eos_token_id is 'x'"]),
+        ({"temperature": None, "top_k": 0}, ["--chat"], None),
+        ({"repetition_penalty": 1.3, "suppress_tokens": [3], "min_p": 0.05}, ["--chat"], None),
+    ],
+)
+def test_a_generation_config_as_met(artifact, tmp_path, fields, args, parts):
+    copy = shutil.copytree(artifact, tmp_path / "copy")
+    path = copy / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+    renew(copy)
+    done = run("generate", copy, "1+1=", "--max-new-tokens", "4", *args)
+    if parts:
+        refused(done, *parts)
+    else:
+        assert done.returncode == 0, done.stderr
+
+
+def renew(folder: Path) -> None:
+    """Writes the digest of a file that was changed on purpose into the manifest."""
+    from smollm3_neuron.artifact.folder import MANIFEST, manifest_digest
+    from smollm3_neuron.weights.digests import sha256
+
+    manifest = json.loads((folder / MANIFEST).read_text())
+    del manifest["sha256"]
+    file = folder / "generation_config.json"
+    manifest["files"][file.name] = {"size": file.stat().st_size, "sha256": sha256(file)}
+    (folder / MANIFEST).write_text(json.dumps({**manifest, "sha256": manifest_digest(manifest)}))
+
+
 def test_more_tokens_than_the_context_has_left_are_said(artifact):
     done = run("generate", artifact, "1+1=", "--max-new-tokens", "1000")
     assert done.returncode == 0 and "--max-new-tokens 1000, but prompt 0 leaves" in done.stderr

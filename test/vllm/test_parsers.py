@@ -68,7 +68,10 @@ def parsers():
 
 
 def request():
-    from vllm.entrypoints.openai.protocol import ChatCompletionRequest
+    try:
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    except ImportError:  # before vLLM 0.16
+        from vllm.entrypoints.openai.protocol import ChatCompletionRequest
 
     return ChatCompletionRequest(model="m", messages=[{"role": "user", "content": "hi"}], tools=TOOLS, stream=True)
 

@@ -1,7 +1,7 @@
 """Prefill and decode by calling the model itself, as NxDI's own adapter fails in the public 0.7 and 0.8 sources.
 
-Sampling is transformers' logits processors. Every prompt has a random generator of its own, so that in a batch it gets
-the tokens that it gets alone.
+Which token comes next is sampling.py's. Every prompt has a random generator of its own, so that in a batch it gets the
+tokens that it gets alone.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,58 +9,16 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import torch
-from transformers.generation.logits_process import (
-    LogitsProcessorList,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import StopStringCriteria
 
 from ..errors import SmolLM3Error
 from .blocks import BlockTables
+from .sampling import GREEDY, Sampling
 from .turns import turn
 
 
 class NotANumber(RuntimeError):
     """The model is broken: nothing can be chosen from what it returned."""
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How the next token is chosen: temperature 0 is greedy, and with the same `seed` the same tokens come again.
-
-    Raises SmolLM3Error for a value that is out of its range.
-    """
-
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float | None = None
-    seed: int = 0
-
-    def __post_init__(self):
-        if not 0 <= self.temperature < float("inf"):
-            raise SmolLM3Error(f"temperature is {self.temperature}, allowed is 0 (greedy) or a number above 0")
-        if self.top_k is not None and self.top_k < 1:
-            raise SmolLM3Error(f"top_k is {self.top_k}, allowed is a whole number of at least 1")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise SmolLM3Error(f"top_p is {self.top_p}, allowed is a number above 0 and up to 1")
-        if not 0 <= self.seed < 2**63:
-            raise SmolLM3Error(f"seed is {self.seed}, allowed is a whole number from 0 to 2**63 - 1")
-
-    def on_device_params(self, global_topk: int) -> list[float]:
-        """Returns top_k, top_p and temperature as the library's `sampling_params` wants them."""
-        if self.temperature == 0:
-            return [1, 1.0, 1.0]
-        return [min(self.top_k or global_topk, global_topk), self.top_p or 1.0, self.temperature]
-
-    def processors(self) -> LogitsProcessorList:
-        """Returns transformers' processors for these values, in transformers' order."""
-        warpers = [TemperatureLogitsWarper(float(self.temperature))]
-        if self.top_k is not None:
-            warpers.append(TopKLogitsWarper(self.top_k))
-        if self.top_p is not None:
-            warpers.append(TopPLogitsWarper(self.top_p))
-        return LogitsProcessorList(warpers)
 
 
 @dataclass
@@ -135,18 +93,20 @@ def generate(
     eos_token_ids: Sequence[int] = (),
     suppress_tokens: Sequence[int] = (),
     pad_token_id: int = 0,
-    sampling: Sampling = Sampling(),
+    sampling: Sampling = GREEDY,
     on_token: Callable[[int, int], None] | None = None,
     forced: Sequence[Sequence[int]] | None = None,
     keep_logits: bool = False,
+    tokenizer=None,
 ) -> list[Generated]:
     """Returns the new tokens of each prompt (token ids), which it runs in groups of the model's batch size.
 
     A prompt's tokens end at an EOS, after `max_new_tokens`, or where the model's seq_len is full. The token ids in
     `suppress_tokens` are never chosen. `on_token(prompt index, token)` is called as tokens come. `forced` (teacher
     forcing) has, for each prompt, the tokens that are fed in the place of the model's own choices, as many of which
-    come back. With `keep_logits` the results hold the logits. A call from another thread waits until this one has its
-    answers: the model has one KV cache.
+    come back. With `keep_logits` the results hold the logits. `tokenizer` is needed where the sampling has stop
+    strings, with which an answer ends, too. A call from another thread waits until this one has its answers: the model
+    has one KV cache.
 
     Raises SmolLM3Error for an empty prompt, one longer than max_context_length, a token that the vocabulary has not,
     and for what the model's on-device sampling cannot do; NotANumber where the model returns logits that are not
@@ -160,6 +120,7 @@ def generate(
                 f"prompt {index} has tokens from {min(prompt)} to {max(prompt)}, allowed is 0 to "
                 f"{model.config.vocab_size - 1}: is the tokenizer another model's?"
             )
+    stops = sampling.stops(tokenizer)
     results = [Generated() for _ in prompts]
     with turn(model):
         for first in range(0, len(prompts), neuron_config.batch_size):
@@ -176,6 +137,7 @@ def generate(
                 on_token=(lambda row, token, first=first: on_token(first + row, token)) if on_token else None,
                 forced=forced and forced[group],
                 keep_logits=keep_logits,
+                stops=stops,
             )
     return results
 
@@ -193,16 +155,17 @@ def _generate_group(
     on_token: Callable[[int, int], None] | None,
     forced: Sequence[Sequence[int]] | None,
     keep_logits: bool,
+    stops: StopStringCriteria | None,
 ) -> None:
     """Fills `results` for prompts that fit into one batch of the model; see `generate`."""
     neuron_config = model.config.neuron_config
     seq_len = neuron_config.seq_len
     on_device_sampling_config = getattr(neuron_config, "on_device_sampling_config", None)
+    limits = [min(max_new_tokens, len(row)) for row in forced] if forced else [max_new_tokens] * len(prompts)
     if on_device_sampling_config:
         choose, sampling_inputs = _on_device(on_device_sampling_config, sampling, len(prompts), suppress_tokens)
     else:
-        choose, sampling_inputs = _Chooser(sampling, len(prompts), suppress_tokens), {}
-    limits = [min(max_new_tokens, len(row)) for row in forced] if forced else [max_new_tokens] * len(prompts)
+        choose, sampling_inputs = _Chooser(sampling, prompts, limits, eos_token_ids, suppress_tokens), {}
     tables = BlockTables(neuron_config, prompts, limits) if neuron_config.is_prefix_caching else None
     model.reset()
     if tables:
@@ -210,7 +173,7 @@ def _generate_group(
     else:
         output = model(**prefill_inputs(prompts, pad_token_id), **sampling_inputs)
     while True:
-        logits = output.logits[:, -1].float().clone() if keep_logits else None  # `choose` suppresses tokens in place
+        logits = output.logits[:, -1].float() if keep_logits else None
         tokens, margins = choose(prompts, results, output)
         for row, result in enumerate(results):
             if result.finished:
@@ -221,6 +184,8 @@ def _generate_group(
                 result.logits.append(logits[row])
             length = len(prompts[row]) + len(result.tokens)
             result.finished = tokens[row] in eos_token_ids or len(result.tokens) >= limits[row] or length > seq_len
+            if stops is not None:
+                result.finished |= bool(stops(torch.tensor([[*prompts[row], *result.tokens]]), None))
             if on_token:
                 on_token(row, tokens[row])
         if all(result.finished for result in results):
@@ -270,24 +235,45 @@ def _on_device(on_device_sampling_config, sampling: Sampling, batch_size: int, s
 class _Chooser:
     """Chooses the next token of each row, and measures the distance of the two best logits."""
 
-    def __init__(self, sampling: Sampling, batch_size: int, suppress_tokens: Sequence[int]):
+    def __init__(
+        self,
+        sampling: Sampling,
+        prompts: Sequence[Sequence[int]],
+        limits: Sequence[int],
+        eos_token_ids: Sequence[int],
+        suppress_tokens: Sequence[int],
+    ):
         self.greedy = sampling.temperature == 0
-        self.processors = None if self.greedy else sampling.processors()
-        self.generators = [torch.Generator().manual_seed(sampling.seed) for _ in range(batch_size)]
+        self.processors = [
+            sampling.processors(prompt, limit, eos_token_ids, suppress_tokens) for prompt, limit in zip(prompts, limits)
+        ]
+        self.generators = [torch.Generator().manual_seed(sampling.seed) for _ in prompts]
         self.suppress_tokens = list(suppress_tokens)
 
     def __call__(self, prompts, results, output) -> tuple[list[int], list[float]]:
-        logits = output.logits[:, -1].float()
+        logits = output.logits[:, -1].to(torch.float32, copy=True)
         if not torch.isfinite(logits).any(-1).all() or logits.isnan().any():
             raise NotANumber("the model returned logits that are not numbers")
+        tokens = [
+            result.tokens[-1]
+            if result.finished
+            else self._choose(row, [*prompt, *result.tokens], logits[row : row + 1])
+            for row, (prompt, result) in enumerate(zip(prompts, results))
+        ]
         logits[:, self.suppress_tokens] = float("-inf")
-        best = logits.topk(2, dim=-1)
-        margins = (best.values[:, 0] - best.values[:, 1]).tolist()
+        best = logits.topk(2, dim=-1).values
+        return tokens, (best[:, 0] - best[:, 1]).tolist()
+
+    def _choose(self, row: int, input_ids: list[int], logits: torch.Tensor) -> int:
+        try:
+            scores = self.processors[row](torch.tensor([input_ids]), logits)
+        except (ValueError, IndexError) as error:  # ids that the vocabulary has not
+            raise SmolLM3Error(f"generation config: {' '.join(str(error).split())}") from None
+        if not (scores > float("-inf")).any():
+            raise SmolLM3Error("generation config: it bars every token of the vocabulary; bar fewer")
         if self.greedy:
-            return best.indices[:, 0].tolist(), margins
-        tokens = []
-        for row, generator in enumerate(self.generators):
-            input_ids = torch.tensor([[*prompts[row], *results[row].tokens]])
-            probabilities = self.processors(input_ids, logits[row : row + 1]).softmax(-1)
-            tokens.append(int(torch.multinomial(probabilities, 1, generator=generator)))
-        return tokens, margins
+            return int(scores.argmax(-1))  # of equals the lowest, which topk does not promise
+        probabilities = scores.softmax(-1)
+        if not torch.isfinite(probabilities).all():
+            raise SmolLM3Error("generation config: it makes scores that are no numbers; make its values smaller")
+        return int(torch.multinomial(probabilities, 1, generator=self.generators[row]))

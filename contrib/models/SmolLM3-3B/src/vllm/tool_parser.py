@@ -3,21 +3,16 @@
 vLLM's own parser for that form, `hermes`, reads a stream token by token: it loses a call of which one step brings more
 than a token (as a busy server's may), the `{}` of a call without arguments, and text that is no call after all. This
 one hands a call on when it is whole, and all that is no call as text; of a call that breaks off, a stream shows
-nothing. It is written for vLLM 0.11 to 0.13, and imported by the server alone.
+nothing. It is written for vLLM 0.11, 0.13 and 0.16, and imported by the server alone.
 """
 
 import json
 from typing import Any
 
-from vllm.entrypoints.openai.protocol import (
-    DeltaFunctionCall,
-    DeltaMessage,
-    DeltaToolCall,
-    ExtractedToolCallInformation,
-    FunctionCall,
-    ToolCall,
-)
-
+try:
+    from vllm.entrypoints.openai.engine import protocol
+except ImportError:  # before vLLM 0.16
+    from vllm.entrypoints.openai import protocol
 try:
     from vllm.tool_parsers.abstract_tool_parser import ToolParser, ToolParserManager
 except ImportError:  # before vLLM 0.13
@@ -71,13 +66,15 @@ class SmolLM3ToolParser(ToolParser):
             request.skip_special_tokens = False  # the tags must come through, whatever kind of token they are
         return request
 
-    def extract_tool_calls(self, model_output: str, request) -> ExtractedToolCallInformation:
+    def extract_tool_calls(self, model_output: str, request) -> protocol.ExtractedToolCallInformation:
         outside, calls, covered = read(model_output)
         content = outside + model_output[covered:]
-        return ExtractedToolCallInformation(
+        return protocol.ExtractedToolCallInformation(
             tools_called=bool(calls),
             tool_calls=[
-                ToolCall(type="function", function=FunctionCall(name=call["name"], arguments=_dump(call)))
+                protocol.ToolCall(
+                    type="function", function=protocol.FunctionCall(name=call["name"], arguments=_dump(call))
+                )
                 for call in calls
             ],
             content=content if content.strip() or not calls else None,
@@ -85,7 +82,7 @@ class SmolLM3ToolParser(ToolParser):
 
     def extract_tool_calls_streaming(
         self, previous_text, current_text, delta_text, previous_token_ids, current_token_ids, delta_token_ids, request
-    ) -> DeltaMessage | None:
+    ) -> protocol.DeltaMessage | None:
         outside, calls, covered = read(current_text[self.position :])
         self.position += covered
         deltas = []
@@ -95,14 +92,20 @@ class SmolLM3ToolParser(ToolParser):
             self.prev_tool_call_arr.append(call)
             self.streamed_args_for_tool.append(_dump(call))
             # the name first: at the end of a stream the server rewrites a first delta that has arguments
-            whole = ToolCall(type="function", function=FunctionCall(name=call["name"], arguments=_dump(call)))
+            whole = protocol.ToolCall(
+                type="function", function=protocol.FunctionCall(name=call["name"], arguments=_dump(call))
+            )
             deltas += [
-                DeltaToolCall(index=index, type="function", id=whole.id, function=DeltaFunctionCall(name=call["name"])),
-                DeltaToolCall(index=index, function=DeltaFunctionCall(arguments=whole.function.arguments)),
+                protocol.DeltaToolCall(
+                    index=index, type="function", id=whole.id, function=protocol.DeltaFunctionCall(name=call["name"])
+                ),
+                protocol.DeltaToolCall(
+                    index=index, function=protocol.DeltaFunctionCall(arguments=whole.function.arguments)
+                ),
             ]
         if deltas:
-            return DeltaMessage(content=outside or None, tool_calls=deltas)
-        return DeltaMessage(content=outside) if outside else None
+            return protocol.DeltaMessage(content=outside or None, tool_calls=deltas)
+        return protocol.DeltaMessage(content=outside) if outside else None
 
 
 def _dump(call: dict[str, Any]) -> str:

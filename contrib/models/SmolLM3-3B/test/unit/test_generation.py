@@ -147,8 +147,10 @@ def test_the_devices_tokens_are_taken():
     assert [r.tokens for r in result] == [[3, 4, 5, 6], [6, 7, 8, 9]] and result[0].margins == []
     assert model.sampling_params.tolist() == [[1, 1, 1]] * 2
     model = on_device(dynamic=True)
-    generate(model, [[1]], 1, sampling=Sampling(0.5, top_k=99))
+    generate(model, [[1]], 1, sampling=Sampling(0.5))
     assert model.sampling_params.tolist() == [[8, 1, 0.5]]
+    generate(model, [[1]], 1, sampling=Sampling(0.5, top_k=3, top_p=0.25))
+    assert model.sampling_params.tolist() == [[3, 0.25, 0.5]]
 
 
 def test_what_a_device_that_samples_cannot_do():
@@ -156,3 +158,19 @@ def test_what_a_device_that_samples_cannot_do():
         generate(on_device(), [[1]], 4, suppress_tokens=[3])
     with pytest.raises(SmolLM3Error, match="temperature is 0.5, but on_device_sampling_config is greedy"):
         generate(on_device(), [[1]], 4, sampling=Sampling(0.5))
+    with pytest.raises(SmolLM3Error, match="top_k is 99, on_device_sampling_config has a global_topk of 8"):
+        generate(on_device(dynamic=True), [[1]], 4, sampling=Sampling(0.5, top_k=99))
+    for name, value in (("min_p", 0.1), ("repetition_penalty", 1.2), ("suppress_tokens", [3]), ("min_new_tokens", 2)):
+        with pytest.raises(SmolLM3Error, match=f"{name} is .*which a device that samples cannot do"):
+            generate(on_device(dynamic=True), [[1]], 4, sampling=Sampling(0.5, further={name: value}))
+
+
+def test_of_equal_logits_the_lowest_token_is_chosen():
+    class Ties(Counter):
+        def __call__(self, **inputs):
+            output = super().__call__(**inputs)
+            output.logits[:] = torch.tensor([0.0, 3, 3, 1, 0, 0, 0, 0, 0, 0, 3])
+            return output
+
+    result = generate(Ties(), [[5], [6, 7]], 3)
+    assert [row.tokens for row in result] == [[1, 1, 1]] * 2 and result[0].margins == [0.0] * 3

@@ -1,0 +1,79 @@
+"""The tool parser finds vLLM's classes where each release keeps them; test/vllm runs it in real vLLM 0.11 and 0.13.
+
+The modules here stand in for vLLM's, laid out as in the release, and hold no more than the parser asks for.
+"""
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+import smollm3_neuron
+
+PLUGIN = Path(smollm3_neuron.__file__).with_name("vllm") / "tool_parser.py"
+OPENAI = "vllm.entrypoints.openai"
+PLACES = {
+    "0.11": (f"{OPENAI}.protocol", f"{OPENAI}.tool_parsers.abstract_tool_parser"),
+    "0.13": (f"{OPENAI}.protocol", "vllm.tool_parsers.abstract_tool_parser"),
+    "0.16": (f"{OPENAI}.engine.protocol", "vllm.tool_parsers.abstract_tool_parser"),
+}
+
+
+class Record(SimpleNamespace):
+    id = "1"
+
+
+class ToolParser:
+    def __init__(self, tokenizer, *args):
+        self.prev_tool_call_arr, self.streamed_args_for_tool = [], []
+
+
+class ToolParserManager:
+    @staticmethod
+    def register_module(name):
+        return lambda parser: parser
+
+
+@pytest.fixture(params=PLACES)
+def parser(request, monkeypatch):
+    def add(name, **values):
+        parent, _, last = name.rpartition(".")
+        if parent and parent not in sys.modules:
+            add(parent)
+        if name not in sys.modules:
+            module = ModuleType(name)
+            module.__path__ = []
+            monkeypatch.setitem(sys.modules, name, module)
+        vars(sys.modules[name]).update(values)
+        if parent:
+            setattr(sys.modules[parent], last, sys.modules[name])
+
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+    protocol, parsers = PLACES[request.param]
+    names = (
+        "DeltaFunctionCall",
+        "DeltaMessage",
+        "DeltaToolCall",
+        "ExtractedToolCallInformation",
+        "FunctionCall",
+        "ToolCall",
+    )
+    add(protocol, **{name: type(name, (Record,), {}) for name in names})
+    add(parsers, ToolParser=ToolParser, ToolParserManager=ToolParserManager)
+    spec = importlib.util.spec_from_file_location("tool_parser_under_test", PLUGIN)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.SmolLM3ToolParser(None)
+
+
+def test_calls_are_read_in_every_release(parser):
+    answer = 'Let me see.\n<tool_call>\n{"name": "f", "arguments": {"a": "ä"}}\n</tool_call>'
+    found = parser.extract_tool_calls(answer, None)
+    assert found.tools_called and found.content == "Let me see.\n"
+    assert [(call.function.name, call.function.arguments) for call in found.tool_calls] == [("f", '{"a": "ä"}')]
+    delta = parser.extract_tool_calls_streaming("", answer, answer, [], [], [], None)
+    assert delta.content == "Let me see.\n"
+    assert [vars(call.function) for call in delta.tool_calls] == [{"name": "f"}, {"arguments": '{"a": "ä"}'}]
