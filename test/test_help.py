@@ -57,7 +57,7 @@ def test_example(command, folder):
 
 
 def test_accept_sh_has_its_example():
-    """test_commands.py runs accept.sh with the very arguments, but for the folder of results."""
+    """test_accept.py runs accept.sh with the very arguments, but for the folder of results."""
     help_text = run("bash scripts/accept.sh --help", ROOT).stdout
     assert help_text.startswith(
         "example: scripts/accept.sh --device cpu --model tiny --tp 1 --seq-len 64 --dtype float32\n"
