@@ -3,16 +3,13 @@
 The modules here stand in for vLLM's, laid out as in the release, and hold no more than the parser asks for.
 """
 
-import importlib.util
+import importlib
 import sys
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
-import smollm3_neuron
-
-PLUGIN = Path(smollm3_neuron.__file__).with_name("vllm") / "tool_parser.py"
+MODULE = "smollm3_neuron.vllm.tool_parser"
 OPENAI = "vllm.entrypoints.openai"
 PLACES = {
     "0.11": (f"{OPENAI}.protocol", f"{OPENAI}.tool_parsers.abstract_tool_parser"),
@@ -63,10 +60,8 @@ def parser(request, monkeypatch):
     )
     add(protocol, **{name: type(name, (Record,), {}) for name in names})
     add(parsers, ToolParser=ToolParser, ToolParserManager=ToolParserManager)
-    spec = importlib.util.spec_from_file_location("tool_parser_under_test", PLUGIN)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.SmolLM3ToolParser(None)
+    monkeypatch.delitem(sys.modules, MODULE, raising=False)  # it is imported on each release's modules
+    return importlib.import_module(MODULE).SmolLM3ToolParser(None)
 
 
 def test_calls_are_read_in_every_release(parser):

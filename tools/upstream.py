@@ -32,6 +32,8 @@ PART = (
     "src/generate/__init__.py",
     "src/generate/blocks.py",
     "src/generate/generation.py",
+    "src/generate/sampling.py",
+    "src/generate/turns.py",
     "src/check/__init__.py",
     "src/check/reference.py",
     "test/conftest.py",
