@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An emulated Neuron device: NxD Inference's own compile, load and forward on a machine that has none. See README.md.
 
 Nothing here is a device: the HLO stands in the place of the NEFF, XLA-CPU in the place of the NeuronCores.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """In the place of neuronx-cc: what would be compiled is kept, marked as what it is."""
 
 import contextlib

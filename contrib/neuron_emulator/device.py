@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The C++ extension (device.cpp), and torch's module for its device, `torch.privateuseone`."""
 
 import types

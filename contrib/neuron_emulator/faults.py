@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults of the machine, injected: NEURON_EMULATOR_FAULTS is a list like "fail=12,die=1@30,nan=4".
 
 fail=N: the execution with number N fails; the first one after the start of the process is 1, and warm-up's count.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What stands in the place of a NEFF: a line that says what it is, the release that made it, and the HLO itself."""
 
 from .errors import DeviceError

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the emulated runtime does with a graph: `device.cpp` calls an `Executable` for each SPMDModel.
 
 A graph is an HloModuleProto in the place of the NEFF, see neff.py. XLA compiles it for the CPU, one replica per rank

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes this Python look like the Neuron SDK's, so that programs written for it run unmodified. Imports no torch.
 
 `make emulator-venv` has every interpreter of .venv-emulator call `activate` when it starts. NXD_SOURCE names the

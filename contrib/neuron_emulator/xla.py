@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compiles an HloModuleProto with XLA for the CPU and runs it, one replica per rank. jax's client, in this process."""
 
 import hashlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What must hold of every lowered graph of SmolLM3, on the facts that hlo.py found. Imports nothing."""
 
 from collections.abc import Iterator

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Empty stand-ins for the big CUDA libraries that PyPI's torch is linked with: `python cuda_stubs.py SITE_PACKAGES`.
 
 They are 2 GB and more, and no CPU machine ever calls them; `import torch` only wants their names. Each stub has the

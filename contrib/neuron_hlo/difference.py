@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What graphs differ in, operation by operation: `python -m neuron_hlo.difference ONE.hlo OTHER.hlo ...`, file by file.
 
 An operation is its opcode, custom call or collective's groups, dimensions, dtypes and shapes, those of its operands

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds in a lowered graph what patterns.py looks for. Each finder yields the instructions that have it."""
 
 import struct

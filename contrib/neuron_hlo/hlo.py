@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads a lowered graph: operations, collectives, what became of K and V, aliases, operations and bytes per step."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs NxD Inference's own `compile` up to the call of neuronx-cc and keeps the HLO.
 
 `python -m neuron_hlo.lower JOBS.json`, where the file holds

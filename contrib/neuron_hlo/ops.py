@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stand-ins for `torch_neuronx.xla_impl.ops`: operations that are custom calls or HLO written by hand on a device.
 
     RmsNorm       x [..., hidden], weight [hidden]: AwsNeuronRmsNorm on a device, plain multiplications here

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What neuronx-cc or a NeuronCore-v2 is publicly reported to get wrong, looked for in a lowered graph.
 
 Each pattern has its effect and its source. A place that has one may be known to be harmless: HARMLESS has the reasons.

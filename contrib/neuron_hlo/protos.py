@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The protobuf messages of the compile path, built at import: no protoc, no generated file.
 
 HLO's are those of XLA's public hlo.proto and xla_data.proto, as far as NxD or this folder reads or writes them; every

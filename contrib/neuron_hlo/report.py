@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`scripts/compile.py --device hlo`: the graphs that would go to neuronx-cc, with a report. Imports no torch.
 
 The graphs are made in another process, of the interpreter that `make hlo-venv` set up, or, where the Neuron SDK is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs lowered graphs on XLA-CPU as one replica per rank, with real collectives: `python run_xla.py RUNS.json`.
 
 Needs jax and jaxlib, nothing else of this repository: it reads what lower.py wrote.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stand-ins for the closed parts of the Neuron SDK that NxD's ModelBuilder needs up to the call of neuronx-cc.
 
     torch_neuronx.xla_impl.trace   generate_hlo: one forward on torch_xla's CPU backend, lowered to an HloModuleProto

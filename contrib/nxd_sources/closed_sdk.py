@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stand-ins for the closed parts of the Neuron SDK, so that the open NxD and NxDI sources can be imported.
 
 What each stands for:

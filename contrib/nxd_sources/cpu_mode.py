@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a model file on the real NxD Inference sources in their CPU mode: `python -m nxd_sources.cpu_mode JOBS.json`.
 
     {"sources": [NXD_SRC, NXDI_SRC], "model": "module:ForCausalLM", "out": FOLDER,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Importable stand-ins for what is imported but never called on the compile path.
 
 Their attributes are inert classes, good for subclassing, annotations and decorating; calling one raises, so that a path

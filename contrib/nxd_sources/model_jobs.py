@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is done with the model, whichever library stands behind its imports.
 
 A job is a dict: "name", "kind" (`generate`, `answer`, `serve`, `share`, `cost` or `shard`), "checkpoint", "neuron"

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The sources of one release, and running jobs on them with cpu_mode.py."""
 
 import json

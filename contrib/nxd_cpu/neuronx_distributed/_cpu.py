@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks as threads, and the collectives in which they meet.
 
 A collective is a custom op, so it is exported, saved and loaded with the graph. At run time it finds its rank and its

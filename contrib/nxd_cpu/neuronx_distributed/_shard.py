@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cut a whole checkpoint into one state dict per rank, as NxD's `shard_checkpoint` does."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exported programs read as data.
 
 torch.export.load would unpickle members of the archive, open shared libraries in it, evaluate the text of symbolic

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The compiled model: exported CPU graphs in one zip file, and the ranks that run them.
 
 A graph takes the five inputs and then, by name, every weight and cache of one rank, so that all ranks and all graphs

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The CPU runtime's graphs compiled ahead of time to machine code, by torch's AOTInductor and the C++ compiler.
 
 A graph is cut into parts, one per layer (cut.py), and of parts that are the same one is compiled (build.py): as many as

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compile the parts of graphs, once each, and write how a step runs them."""
 
 import hashlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cut a graph into parts: what comes before the layers, each layer, what comes after them.
 
 Layers of one kind have parts that differ only in the tensors they are given.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The CPU runtime's ranks with modules in the place of compiled graphs: values inside the model can be looked at.
 
 It is imported after `ensure_neuronx` of the model's package has put the CPU runtime on the path.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Load compiled parts and run a step with them."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SmolLM3-3B on AWS Trainium 1 and Inferentia 2 with NxD Inference. Importing this package imports no torch."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SmolLM3 on NxD Inference: config, attention, decoder layer, model, application head.
 
 It is a Llama with three differences: layers whose `no_rope_layers` flag is 0 apply no rotary embedding (NoPE), the

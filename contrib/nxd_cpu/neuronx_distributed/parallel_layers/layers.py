@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Linear layers and the embedding, cut over the ranks.
 
 A layer holds one rank's part of its weight. What the sharder needs to cut the whole weight is written on the parameter.

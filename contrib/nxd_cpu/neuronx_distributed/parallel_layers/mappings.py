@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The collectives by NxD's names. A group of one rank leaves no trace in the graph."""
 
 from neuronx_distributed._cpu import ThreadGroup, all_gather, all_reduce

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tensor parallel group. It has a size; which rank one is depends on the thread."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """NeuronConfig's attributes with NxDI's defaults, but for those that follow from others."""
 
 from typing import Any

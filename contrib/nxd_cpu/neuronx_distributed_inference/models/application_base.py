@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """compile -> artifact folder -> load, and the way of a checkpoint into the shards."""
 
 import os

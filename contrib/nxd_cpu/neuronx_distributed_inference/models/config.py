@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """NeuronConfig and InferenceConfig with NxDI's attributes, defaults and JSON."""
 
 import inspect

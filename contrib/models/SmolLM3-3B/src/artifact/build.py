@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compiles a checkpoint to an artifact folder, which appears under its name only when it is whole."""
 
 import contextlib

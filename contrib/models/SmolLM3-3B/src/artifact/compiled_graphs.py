@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The CPU runtime's graphs compiled ahead of time: whether they are, why not, and loading them.
 
 The compiler is the CPU runtime's own (`nxd_cpu_compiler`), which is importable once `ensure_neuronx` has chosen that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An artifact folder: its manifest, the check that it is whole, and loading it.
 
 An artifact is what NxD Inference's `compile` writes (neuron_config.json, model.pt, weights/) with the tokenizer's files

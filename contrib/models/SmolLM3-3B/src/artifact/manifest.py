@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """artifact.json: what an artifact was made of, and the size and digest of every file in it."""
 
 import hashlib

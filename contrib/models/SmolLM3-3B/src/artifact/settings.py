@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What shapes an artifact's graphs: its settings, their defaults and the check that they can run. Imports no torch."""
 
 import math

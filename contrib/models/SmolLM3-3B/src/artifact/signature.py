@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who compiled an artifact's machine code: a key of the user's signs the manifest, which has every file's digest.
 
 An owner and a mode would not do: `tar` and `cp` give a stranger's files to whoever unpacks them. The key stays in the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tokenizer of a checkpoint, in the form that an artifact carries and transformers 4 and 5 both load. No torch.
 
 transformers 5 names a class that 4 has not and writes its further special tokens as a list; a checkpoint whose

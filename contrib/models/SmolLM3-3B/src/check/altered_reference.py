@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The reference of an artifact whose weights are not the checkpoint's own: an adapter merged, 8-bit values, or both."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The model beside transformers, layer by layer and value by value, and what each layer does to positions.
 
 The models run uncompiled, one prompt in one pass, with hooks on their modules: on the CPU runtime every rank in its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """transformers' `SmolLM3ForCausalLM` as the reference: the same prompts, greedy, beside the Neuron model."""
 
 from collections.abc import Sequence

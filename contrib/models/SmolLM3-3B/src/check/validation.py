@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Is the model right? Its tokens and logits beside transformers', and what its dtype explains of the difference.
 
 Every prompt is answered greedily and then, under teacher forcing, its logits are held against transformers' run in the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The block layout of the cache, which prefix caching has: which blocks each prompt of a batch is given.
 
 No block is shared here: an artifact with prefix caching answers as one without. vLLM hands blocks out for real.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Conversations to prompts: the checkpoint's own chat template, with a guard in front. Imports no torch.
 
 The guard (guard.jinja) is Jinja, so that the same one stands in front of the template for `scripts/generate.py --chat`

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prefill and decode by calling the model itself, as NxDI's own adapter fails in the public 0.7 and 0.8 sources.
 
 Which token comes next is sampling.py's. Every prompt has a random generator of its own, so that in a batch it gets the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Work of somebody else's making, such as a chat template, that may never end."""
 
 import ctypes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How the next token is chosen: transformers' `GenerationConfig`, its logits processors in its own order.
 
 What a generation config names and this package cannot do is refused by name; what shapes only speed or beams, and what

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One caller at a time: a loaded model has one KV cache."""
 
 import contextlib

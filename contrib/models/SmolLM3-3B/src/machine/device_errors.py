@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Errors of neuronx-cc and the Neuron runtime that were reported from trn1 and inf2: what to do. Imports no torch.
 
 The reports are in docs/device_facts.md; none of them was seen by this project. Texts are matched as the library raises

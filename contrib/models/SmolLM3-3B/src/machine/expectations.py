@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a step should take, reckoned from what others measured on trn1 and inf2. Arithmetic only, imports no torch.
 
 A roofline says what no machine can exceed; this says what machines were seen to reach. Every figure has its source

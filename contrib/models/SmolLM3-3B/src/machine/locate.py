@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From what a user calls a model (a hub id, a folder, "tiny") to a checkpoint folder. Imports no torch."""
 
 import shlex

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Is there a Neuron device on this machine, and is it ready for what is about to be compiled? Imports no torch.
 
 The rules are AWS's documents'; nothing here ever ran on a device.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What fits where and how fast it could be at best: instances, bytes and operations. Arithmetic only, imports no torch.
 
 Figures of the machines are AWS's; a roofline is an upper bound of speed, not a forecast, and nothing of it was measured

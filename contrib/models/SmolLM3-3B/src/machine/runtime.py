@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chooses which `neuronx_distributed` and `neuronx_distributed_inference` stand behind the model. Imports no torch."""
 
 import importlib.util

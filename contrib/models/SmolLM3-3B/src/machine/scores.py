@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What encoding long contexts without the attention kernel may take of a core's memory. Imports no torch."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """config.json of a SmolLM3 checkpoint: reads both spellings of transformers, returns one type. Imports no torch.
 
 Reference: transformers' `SmolLM3Config` (4.57 and 5). What it would answer with a bare IndexError, or let pass and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The dtypes of weights by torch's names: their names in safetensors and their sizes. Imports no torch."""
 
 from typing import NamedTuple

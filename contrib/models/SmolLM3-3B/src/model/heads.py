@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a tensor-parallel degree does to the attention heads. Arithmetic only, imports no torch.
 
 The rules are NxD Inference's (`modules/attention/gqa.py`); where the library's own CONVERT_TO_MHA cannot pad the KV

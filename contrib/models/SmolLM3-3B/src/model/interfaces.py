@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compares what the model uses of NxD Inference with a release that has no public sources. Imports no torch.
 
 interfaces.json records it of a release that was checked; tools/extract_interfaces.py writes that file.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The one reader of JSON files. Imports no torch."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The releases of NxD Inference that this package was checked against. Imports no torch."""
 
 import importlib.metadata

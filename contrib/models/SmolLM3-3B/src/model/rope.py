@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scaled rotary embeddings, with transformers' own `ROPE_INIT_FUNCTIONS` as the formula. No Neuron import.
 
 The modules are called inside the traced forward, on the device of their input. So the frequencies are computed in the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The shape of SmolLM3-3B: what its config.json says of the architecture, for plans and random checkpoints."""
 
 SMOLLM3_3B = {

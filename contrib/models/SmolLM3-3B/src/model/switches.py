@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The switches of NeuronConfig that are refused, each with its reason: they treat a NoPE layer wrongly, cannot run on
 NeuronCore v2 (trn1, inf2), or were never checked with this model.
 

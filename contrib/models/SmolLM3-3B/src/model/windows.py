@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sliding-window attention: which layers have it, their caches, and the switches that do not go with it."""
 
 from collections.abc import Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The entry point in `vllm.general_plugins`: makes SmolLM3 one of the models that vllm-neuron finds in NxD Inference.
 
 vLLM calls it in every process, before NxD Inference is imported and any number of times. So it imports neither torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What vllm-neuron asks of a model, and of an artifact that its server starts from. Imports no torch.
 
 Written against vllm-neuron 0.2.0: its defaults, and NEURON_COMPILED_ARTIFACTS, the folder that it loads in place of

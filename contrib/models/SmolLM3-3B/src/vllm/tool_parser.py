@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's `--tool-parser-plugin`: SmolLM3's tool calls, `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
 
 vLLM's own parser for that form, `hermes`, reads a stream token by token: it loses a call of which one step brings more

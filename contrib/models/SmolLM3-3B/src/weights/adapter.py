@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A PEFT LoRA adapter: merges it into a checkpoint's tensors, and tells whether NxD Inference can serve it unmerged.
 
 Reference: PEFT's `merge_and_unload` on transformers. Of tied embeddings PEFT would change both when it merges one; here

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A Hugging Face checkpoint folder and what NxD Inference is given of it.
 
 Reading (`checkpoint_files`, `check_checkpoint`, `load_state_dict`) names every fault before anything is compiled.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Digests of files, read a piece at a time."""
 
 import hashlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The names of the files that hold weights, and the prefix of the names in them. Imports no torch."""
 
 from pathlib import PurePosixPath

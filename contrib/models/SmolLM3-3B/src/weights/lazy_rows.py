@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors of a checkpoint that are computed when rows of them are asked for: merged with an adapter, quantized."""
 
 from typing import Any

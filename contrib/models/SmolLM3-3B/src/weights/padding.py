@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors padded with zeros, whole or when rows of them are asked for."""
 
 from typing import Any

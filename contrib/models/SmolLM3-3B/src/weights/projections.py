@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The seven projections of a decoder layer: the one table of their sizes, biases and cuts. Imports no torch."""
 
 from dataclasses import dataclass

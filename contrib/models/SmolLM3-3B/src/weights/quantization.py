@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights quantized by NxD Inference: which ones, their scales, and the settings that are refused. Imports no torch.
 
 The library decides by a module's name what `modules_to_not_convert` leaves alone, once by transformers' names when it

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which part of which tensor of the checkpoint is in each rank's shard file. Arithmetic only, imports no torch.
 
 The rules are NxD Inference's (`modules/attention/gqa.py` and its parallel layers); model/heads.py has the heads'.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The streaming sharder: from the checkpoint's safetensors to the ranks' shard files, a few MB at a time.
 
 It writes what NxD Inference's own sharder would write, byte for byte (names, padding, head layouts, order in the file),

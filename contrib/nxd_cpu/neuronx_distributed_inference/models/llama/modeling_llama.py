@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 from neuronx_distributed.parallel_layers import parallel_state
 from neuronx_distributed.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor, nn

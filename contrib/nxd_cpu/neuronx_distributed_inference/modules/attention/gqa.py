@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How query and KV heads are laid out over the ranks, and the projections in that layout."""
 
 import enum

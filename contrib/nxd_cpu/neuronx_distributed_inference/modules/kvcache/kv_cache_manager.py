@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 import torch
 from neuronx_distributed._cpu import refuse, weight_device
 from neuronx_distributed.parallel_layers.utils import divide

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints in other formats, Flax and GGUF, as a folder of safetensors. The model file does not load this."""

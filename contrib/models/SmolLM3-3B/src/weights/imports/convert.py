@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes a folder of safetensors of a Flax or GGUF checkpoint, with the memory of a few tensors."""
 
 import tempfile

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Flax checkpoints as transformers' Flax classes write them: flax_model.msgpack, or several with an index.
 
 Reference: flax.serialization. A file is a MessagePack map of maps down to arrays. An array is extension type 1, which

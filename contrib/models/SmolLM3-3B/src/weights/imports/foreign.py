@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What each format's reader returns: a configuration, tensors under transformers' names, and the files beside them."""
 
 import importlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GGUF checkpoints of the architecture smollm3, as llama.cpp's converter lays them out.
 
 Reference: llama.cpp's conversion/llama.py and conversion/smollm3.py, and its graph of smollm3. What differs from

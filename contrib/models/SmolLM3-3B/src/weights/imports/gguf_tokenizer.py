@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes the tokenizer in a GGUF file as transformers' files.
 
 transformers' own reader of such tokenizers splits text by GPT-2's pattern whatever the file asks for, and leaves tokens
