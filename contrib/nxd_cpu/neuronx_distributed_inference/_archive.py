@@ -22,7 +22,10 @@ _MEMBERS = re.compile(
 )
 _PROGRAM, _EXAMPLES = "archive/models/model.json", "archive/data/sample_inputs/model.pt"
 _CONFIGS = ("archive/data/weights/model_weights_config.json", "archive/data/constants/model_constants_config.json")
-_OPERATOR = re.compile(r"torch\.ops\.(aten|nxd_cpu)\.(?!__)\w+\.(?!__)\w+|_operator\.getitem")
+# a name like __class__ is Python's, but for the few that ATen has, such as a mask's __and__
+_OPERATOR = re.compile(
+    r"torch\.ops\.(aten|nxd_cpu)\.((?!__)\w+|__(and|or|xor|lshift|rshift)__)\.(?!__)\w+|_operator\.getitem"
+)
 _REFUSED_OPERATORS = ("torch.ops.aten.from_file.",)  # it opens, and may make, the file that it is given
 _NAME = re.compile(r"([A-Za-z_][\w.]*)?")  # torch writes names into the code that runs the graph
 _PATTERNS = {"torch_version": re.compile(r"[\w.+-]+"), "as_float": re.compile(r"NaN|-?Infinity")}
