@@ -164,7 +164,7 @@ def test_compile_refuses_a_broken_checkpoint(checkpoint, tmp_path, what, parts):
         (["--messages", "a.json"], ["--messages", "add --chat"]),
         (["1+1=", "--chat", "--messages", "a.json"], ["not both"]),
         ([], ["give prompts"]),
-        (["--chat", "--messages", "/no/such/file"], ["/no/such/file: No such file"]),
+        (["--chat", "--messages", "/no/such/file"], ["/no/such/file: cannot be read (No such file or directory)"]),
         (["1+1=", "--device", "neuron"], ["Neuron SDK is not installed"]),
     ],
 )
