@@ -9,10 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from manifests import rewrite
 
 from smollm3_neuron.artifact import staging
 from smollm3_neuron.artifact.build import Callbacks, compile_artifact
-from smollm3_neuron.artifact.folder import MANIFEST, manifest_digest, open_artifact
+from smollm3_neuron.artifact.folder import MANIFEST, open_artifact
 from smollm3_neuron.artifact.settings import Settings
 from smollm3_neuron.errors import SmolLM3Error
 from smollm3_neuron.machine.locate import tiny_folder
@@ -118,15 +119,6 @@ def test_a_flipped_byte_is_caught(good, copy):
                     open_artifact(copy, "cpu", verify=True)
                 flip(file, offset)
     open_artifact(copy, "cpu", verify=True)
-
-
-def rewrite(folder: Path, **changes) -> None:
-    """The manifest with other values and its right digest: as another version or machine would have written it."""
-    manifest = json.loads((folder / MANIFEST).read_text())
-    del manifest["sha256"]
-    manifest.pop("signature", None)
-    manifest |= changes
-    (folder / MANIFEST).write_text(json.dumps({**manifest, "sha256": manifest_digest(manifest)}))
 
 
 def test_made_for_something_else(copy):

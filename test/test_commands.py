@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from manifests import rewrite
 
 from smollm3_neuron.machine.locate import tiny_folder
 
@@ -250,26 +251,13 @@ def test_what_is_streamed_is_what_is_decoded(monkeypatch, capsys, cleaned_up):
 )
 def test_a_generation_config_as_met(artifact, tmp_path, fields, args, parts):
     copy = shutil.copytree(artifact, tmp_path / "copy")
-    path = copy / "generation_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
-    renew(copy)
+    config = json.loads((copy / "generation_config.json").read_text())
+    rewrite(copy, {"generation_config.json": json.dumps({**config, **fields}).encode()})
     done = run("generate", copy, "1+1=", "--max-new-tokens", "4", *args)
     if parts:
         refused(done, *parts)
     else:
         assert done.returncode == 0, done.stderr
-
-
-def renew(folder: Path) -> None:
-    """Writes the digest of a file that was changed on purpose into the manifest."""
-    from smollm3_neuron.artifact.folder import MANIFEST, manifest_digest
-    from smollm3_neuron.weights.digests import sha256
-
-    manifest = json.loads((folder / MANIFEST).read_text())
-    del manifest["sha256"]
-    file = folder / "generation_config.json"
-    manifest["files"][file.name] = {"size": file.stat().st_size, "sha256": sha256(file)}
-    (folder / MANIFEST).write_text(json.dumps({**manifest, "sha256": manifest_digest(manifest)}))
 
 
 def test_more_tokens_than_the_context_has_left_are_said(artifact):

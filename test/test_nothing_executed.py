@@ -7,10 +7,11 @@ import time
 from pathlib import Path
 
 import pytest
+from manifests import rewrite
 
 from smollm3_neuron.artifact import compiled_graphs, signature
 from smollm3_neuron.artifact.build import Callbacks, compile_artifact
-from smollm3_neuron.artifact.folder import MANIFEST, manifest_digest, open_artifact
+from smollm3_neuron.artifact.folder import MANIFEST, open_artifact
 from smollm3_neuron.artifact.settings import Settings
 from smollm3_neuron.errors import SmolLM3Error
 from smollm3_neuron.machine.locate import tiny_folder
@@ -36,21 +37,6 @@ def good(tmp_path_factory):
 @pytest.fixture
 def copy(good, tmp_path):
     return shutil.copytree(good, tmp_path / "copy")
-
-
-def rewrite(folder: Path, added: dict[str, bytes] | None = None, signed: bool = False, **changes) -> None:
-    """Writes files and the manifest that lists them with right digests, as whoever makes an artifact can."""
-    manifest = json.loads((folder / MANIFEST).read_text())
-    for name in ("sha256", "signature"):
-        manifest.pop(name, None)
-    for name, content in (added or {}).items():
-        (folder / name).parent.mkdir(exist_ok=True, parents=True)
-        (folder / name).write_bytes(content)
-        manifest["files"][name] = {"size": len(content), "sha256": sha256(folder / name)}
-    manifest |= changes
-    digest = manifest_digest(manifest)
-    written = {**manifest, "sha256": digest, "signature": signature.sign(digest) if signed else "0" * 64}
-    (folder / MANIFEST).write_text(json.dumps(written))
 
 
 @pytest.fixture

@@ -56,7 +56,7 @@ WITHOUT_EFFECT = ("rope.scaling.finetuned",)
 # safetensors' names of dtypes are GGUF's
 DTYPES = {dtypes.DTYPES[name].safetensors_name: getattr(torch, name) for name in dtypes.MODEL_DTYPES}
 QUANTIZED_TO = torch.bfloat16  # what the device computes in
-PART = 1 << 25  # bytes of float32 that a quantized tensor is worked through in
+PART = 1 << 24  # bytes of float32 that a quantized tensor is worked through in
 
 
 @dataclass(frozen=True)
