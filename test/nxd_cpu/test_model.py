@@ -2,7 +2,6 @@
 
 import json
 import threading
-import time
 import zipfile
 
 import pytest
@@ -184,6 +183,12 @@ def test_one_rank_has_no_collectives(compiled):
         assert not any("nxd_cpu" in str(node.target) for node in graph.program.graph.nodes)
 
 
+def has_memory_of_its_own(node: torch.fx.Node) -> bool:
+    """Whether a call makes a new tensor: not a view, nor what it has changed in place."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and not any(value.alias_info for value in schema.returns) and "val" in node.meta
+
+
 def test_a_step_at_65536_positions_writes_only_its_row(build, tmp_path):
     app = build(
         batch_size=1,
@@ -197,19 +202,12 @@ def test_a_step_at_65536_positions_writes_only_its_row(build, tmp_path):
     app.load(str(tmp_path))
     prefill(app, [PROMPTS[0]], [0])
 
-    def seconds(step):
-        times = []
-        for _ in range(5):
-            start = time.perf_counter()
-            step()
-            times.append(time.perf_counter() - start)
-        return min(times)
-
     caches = list(app.traced_model._caches[0].values())
     assert caches[0].shape == (1, 2, 65536, 8)
-    step = seconds(lambda: decode(app, [PROMPTS[0] + [7]], [0]))  # reads 32 positions of 65,536
-    copy = seconds(lambda: [cache.clone() for cache in caches])
-    assert step < max(copy, 0.02)
+    graph = app.traced_model._graphs["token_generation_model", 32].program.graph
+    nodes = [node for node in graph.nodes if node.op == "call_function" and has_memory_of_its_own(node)]
+    assert max(node.meta["val"].numel() for node in nodes) < caches[0].numel() / 100  # it copies no cache
+    decode(app, [PROMPTS[0] + [7]], [0])
     assert all(cache[:, :, len(PROMPTS[0]) + 1 + 16 :].abs().max() == 0 for cache in caches)
 
 

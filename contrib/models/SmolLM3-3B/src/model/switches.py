@@ -53,6 +53,7 @@ REFUSED = (
     Refusal("qkv_kernel_fuse_residual_add", RESIDUAL),
     Refusal("mlp_kernel_fuse_residual_add", RESIDUAL),
     Refusal("fused_rmsnorm_skip_gamma", "the norms' weights are not folded into the projections here"),
+    Refusal("flash_decoding_enabled", "it needs cores in groups that share a KV head, which are not laid out here"),
     Refusal("layer_boundary_markers", "the model was never checked with markers between its layers"),
     Refusal("chunked_prefill_config", "this release has no chunked prefill", ("0.8", "0.9")),
     Refusal("chunked_prefill_config", "chunked prefill was never checked with this model", ("0.7",)),
