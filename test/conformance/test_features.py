@@ -68,6 +68,8 @@ class Feature:
 
 # line 2 is first a long prompt's and then a short one's, line 0 is left free for a while; from one to three are there
 COME_AND_GO = dict(comes=[0, 0, 2, 7, 13], stays=[12, 6, 14, 10, 5], lines=[1, 2, 0, 2, 1])
+# three of them are left out of some steps; the first row of those steps is at an earlier position
+REST = {**COME_AND_GO, "rests": [[5], [2], [3, 4, 9], [8, 10], []]}
 REQUESTS = [prompt(9), prompt(40, 1), prompt(3, 2), prompt(5, 3), prompt(1, 4)]
 CONTINUOUS = dict(is_continuous_batching=True, batch_size=3)
 BUCKETS = dict(
@@ -103,6 +105,15 @@ FEATURES = [
             {**CONTINUOUS, "tp_degree": tp, "ctx_batch_size": 1},
             REQUESTS,
             serve=COME_AND_GO,
+        )
+        for tp in (1, 2)
+    ),
+    *(
+        Feature(
+            f"left-out-lines-kept-tp{tp}",
+            {**CONTINUOUS, "tp_degree": tp, "ctx_batch_size": 1, "apply_seq_ids_mask": True},
+            REQUESTS,
+            serve=REST,
         )
         for tp in (1, 2)
     ),

@@ -56,6 +56,8 @@ def encoding(**settings):
         context_encoding_buckets=None,
         sequence_parallel_enabled=False,
         windowed_context_encoding_size=None,
+        is_continuous_batching=False,
+        apply_seq_ids_mask=False,
         async_mode=False,
         on_device_sampling_config=None,
         is_prefix_caching=False,
@@ -71,6 +73,7 @@ SEQUENCE_PARALLEL = dict(sequence_parallel_enabled=True, tp_degree=3)
 WINDOWED = dict(windowed_context_encoding_size=64)
 PREFIX_CACHING = dict(is_prefix_caching=True, is_block_kv_layout=True)
 BUCKETING = dict(enable_bucketing=True)
+MASKED = dict(apply_seq_ids_mask=True, is_continuous_batching=True)
 
 
 @pytest.mark.parametrize(
@@ -84,6 +87,7 @@ BUCKETING = dict(enable_bucketing=True)
         dict(WINDOWED, **BUCKETING),
         dict(WINDOWED, **BUCKETING, context_encoding_buckets=[64, 192, 256]),
         dict(async_mode=True, on_device_sampling_config={"top_k": 1}),
+        MASKED,
         PREFIX_CACHING,
         dict(PREFIX_CACHING, batch_size=4, pa_num_blocks=20, **BUCKETING),
         dict(PREFIX_CACHING, **BUCKETING, context_encoding_buckets=[128, 256], prefix_buckets=[128, 256]),
@@ -118,6 +122,8 @@ def test_ways_to_encode_a_context(settings):
         ),
         (dict(windowed_context_encoding_size=1), "windowed_context_encoding_size is 1, .* at least 2"),
         (dict(async_mode=True), "async_mode is on without on_device_sampling_config"),
+        (dict(apply_seq_ids_mask=True), "apply_seq_ids_mask is on without is_continuous_batching"),
+        (dict(PREFIX_CACHING, **MASKED), "apply_seq_ids_mask and is_prefix_caching are both set"),
         (dict(is_block_kv_layout=True), "is_block_kv_layout is on and is_prefix_caching off"),
         (
             dict(PREFIX_CACHING, batch_size=2, ctx_batch_size=2),
