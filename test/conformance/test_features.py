@@ -147,10 +147,13 @@ FEATURES = [
             SHORT_AND_LONG,
             checkpoint,
             # each of these leaves the best token only, in its own way
-            sampling_params=[[1.0, 1.0, 1.0], [256.0, 1e-4, 0.7]],
+            sampling_params=[[1.0, 1.0, 1.0], [64.0, 1e-4, 0.7]],
             only=() if tp == 1 else (CPU,),
         )
-        for name, config in (("greedy", {"top_k": 1}), ("sampling", {"do_sample": True, "dynamic": True}))
+        for name, config in (
+            ("greedy", {"top_k": 1}),
+            ("sampling", {"do_sample": True, "dynamic": True, "global_topk": 64}),
+        )
         for tp, checkpoint in ((1, "plain"), (2, "odd-vocabulary"), (3, "plain"))
     ),
     *(

@@ -12,6 +12,7 @@ import shutil
 import socket
 import subprocess
 import time
+import urllib.error
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,9 +126,18 @@ class Server:
             f"{self.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
 
-    def complete(self, prompt, max_tokens=12, **more) -> str:
-        with urllib.request.urlopen(self.request(prompt, max_tokens, **more), timeout=300) as response:
-            return json.loads(response.read())["choices"][0]["text"]
+    def answer(self, prompt, max_tokens=12) -> tuple[int, dict]:
+        """The HTTP status and the body."""
+        try:
+            with urllib.request.urlopen(self.request(prompt, max_tokens), timeout=300) as response:
+                return response.status, json.loads(response.read())
+        except urllib.error.HTTPError as error:
+            return error.code, json.loads(error.read())
+
+    def complete(self, prompt, max_tokens=12) -> str:
+        status, body = self.answer(prompt, max_tokens)
+        assert status == 200 and "choices" in body, (status, body)
+        return body["choices"][0]["text"]
 
     def metric(self, name: str) -> float:
         """The value of a line of /metrics that begins so."""

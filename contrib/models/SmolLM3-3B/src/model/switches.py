@@ -132,6 +132,18 @@ def check_switches(neuron_config: Any, no_rope_layers: Sequence[int], hidden_act
             raise SmolLM3Error(f"{refusal.name} is {value!r}, but {refusal.reason}; leave it out")
 
 
+def check_sampling(neuron_config: Any, vocab_size: int) -> None:
+    """Raises SmolLM3Error where the device would look for the best of more tokens than there are."""
+    sampling = neuron_config.on_device_sampling_config
+    if not sampling or not (sampling.do_sample or sampling.dynamic):
+        return
+    if not 1 <= sampling.global_topk <= vocab_size:
+        raise SmolLM3Error(
+            f"on_device_sampling_config has a global_topk of {sampling.global_topk}, allowed is 1 to the vocabulary's "
+            f"{vocab_size} tokens: set global_topk (256 where it is not given)"
+        )
+
+
 def check_encoding(neuron_config: Any) -> None:
     """Raises SmolLM3Error for ways to encode a context that do not go together, or not with its lengths.
 

@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import pytest
 
 from smollm3_neuron.errors import SmolLM3Error
-from smollm3_neuron.model.switches import REFUSED, check_encoding, check_switches
+from smollm3_neuron.model.switches import REFUSED, check_encoding, check_sampling, check_switches
 
 MIXED, ROTARY = [1, 0], [1, 1]
 
@@ -37,6 +37,21 @@ def test_kernels_that_compute_silu():
     check(mlp_kernel_enabled=True)
     with pytest.raises(SmolLM3Error, match="mlp_kernel_enabled is on.* hidden_act is 'gelu'"):
         check(hidden_act="gelu", mlp_kernel_enabled=True)
+
+
+@pytest.mark.parametrize("global_topk, wrong", [(0, True), (1, False), (253, False), (254, True)])
+def test_a_device_samples_from_tokens_that_are_there(global_topk, wrong):
+    def check_it(**kind):
+        sampling = SimpleNamespace(**{"do_sample": False, "dynamic": False, "global_topk": global_topk, **kind})
+        check_sampling(SimpleNamespace(on_device_sampling_config=sampling), 253)
+
+    check_it()  # greedy: it does not look at global_topk
+    for kind in ("do_sample", "dynamic"):
+        if wrong:
+            with pytest.raises(SmolLM3Error, match=f"global_topk of {global_topk}, allowed is 1 to .* 253 tokens"):
+                check_it(**{kind: True})
+        else:
+            check_it(**{kind: True})
 
 
 def test_left_padding():
