@@ -176,7 +176,7 @@ def open_artifact(path: Path, place: str, *, tp_degree: int | None = None, verif
                 raise SmolLM3Error(f"{path / file}: a link that leads out of the artifact; compile again")
             _check_file(path / file, entry, verify)
         for rank in range(made_for):
-            _check_rank(path / "weights" / SHARD_FILE.format(rank=rank), rank)
+            _check_rank(path / "weights" / SHARD_FILE.format(rank=rank), rank, made_for)
     except (SmolLM3Error, OSError):
         artifact._check_generation()
         raise
@@ -193,10 +193,12 @@ def _generation(path: Path) -> tuple[int, ...] | None:
     return status.st_dev, status.st_ino, status.st_ctime_ns, status.st_size
 
 
-def _check_rank(path: Path, rank: int) -> None:
+def _check_rank(path: Path, rank: int, tp_degree: int) -> None:
     """Checks that the file's weights are of this rank: the files of two ranks have one size and one header."""
     with safe_open(path, framework="numpy") as shard:
         found = int(shard.get_tensor("rank_util.rank")[0])
+    if not 0 <= found < tp_degree:
+        raise SmolLM3Error(f"{path}: damaged, its rank is {found}; compile again")
     if found != rank:
         raise SmolLM3Error(f"{path}: the weights of rank {found} are in it, not those of rank {rank}; compile again")
 
