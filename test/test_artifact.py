@@ -2,10 +2,12 @@
 
 import contextlib
 import json
+import os
 import random
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -218,19 +220,23 @@ def small_disk(folder: Path, size: str):
         subprocess.run(["umount", folder], check=True)
 
 
-@pytest.mark.parametrize("size", ["64k", "900k", "4m", "9m"])
-def test_a_full_disk_is_one_clear_line(tmp_path, size):
-    with small_disk(tmp_path / "disk", size) as disk:
-        (result,) = fork(tmp_path, [{"output": str(disk / "tiny"), "settings": SETTINGS}])
-        assert result["status"] == 2 and "No space left on device" in result["said"] and "\n" not in result["said"]
-        assert list(disk.iterdir()) == []
+def test_a_full_disk_is_one_clear_line(tmp_path):
+    with contextlib.ExitStack() as stack:
+        disks = [stack.enter_context(small_disk(tmp_path / size, size)) for size in ("64k", "900k", "4m", "9m")]
+        for result in fork(tmp_path, [{"output": str(disk / "tiny"), "settings": SETTINGS} for disk in disks]):
+            assert result["status"] == 2 and "No space left on device" in result["said"] and "\n" not in result["said"]
+        assert [list(disk.iterdir()) for disk in disks] == [[]] * 4
 
 
-def test_without_permission_nothing_is_written(copy, tmp_path):
-    locked = tmp_path / "locked"
-    locked.mkdir(mode=0o755)
-    for folder in (tmp_path, *list(tmp_path.parents)[:3]):
-        folder.chmod(folder.stat().st_mode | 0o055)
+@pytest.fixture
+def locked():
+    """A folder that everybody can read: pytest takes that right away from its own ones whenever it starts."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        yield Path(folder)
+
+
+def test_without_permission_nothing_is_written(locked, tmp_path):
     nobody = 65534
     cases = [
         {"output": str(locked / "tiny"), "settings": SETTINGS, "uid": nobody},

@@ -3,10 +3,10 @@
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from commands import run as run_command
 from manifests import rewrite
 
 from smollm3_neuron.machine.locate import tiny_folder
@@ -16,10 +16,7 @@ SMALL = ["--seq-len", "64", "--dtype", "float32"]
 
 
 def run(script: str, *args, **environment) -> subprocess.CompletedProcess:
-    import os
-
-    command = [sys.executable, ROOT / f"scripts/{script}.py", *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, timeout=300)
+    return run_command(ROOT / f"scripts/{script}.py", *args, **environment)
 
 
 def refused(done: subprocess.CompletedProcess, *parts: str) -> None:
