@@ -102,6 +102,16 @@ def test_a_truncated_or_missing_file_is_named(good, tmp_path):
             shutil.rmtree(folder)
 
 
+def test_the_weights_of_another_rank_are_named(copy):
+    """The files of two ranks have one size and one header: nothing but their own rank tells them apart unread."""
+    shards = [copy / f"weights/tp{rank}_sharded_checkpoint.safetensors" for rank in (0, 1)]
+    first, second = (shard.read_bytes() for shard in shards)
+    shards[0].write_bytes(second)
+    shards[1].write_bytes(first)
+    with pytest.raises(SmolLM3Error, match="tp0_.*: the weights of rank 1 are in it, not those of rank 0; compile"):
+        open_artifact(copy, "cpu")
+
+
 def test_a_flipped_byte_is_caught(good, copy):
     place = random.Random(2)
     for name in files_of(good):
@@ -113,10 +123,11 @@ def test_a_flipped_byte_is_caught(good, copy):
             with pytest.raises(SmolLM3Error, match="damaged|bytes|format"):
                 open_artifact(copy, "cpu")
             flip(file, offset)
-        if size > header:  # the weights themselves: only --verify reads them
-            for offset in {header, size - 1, *(place.randrange(header, size) for _ in range(5))}:
+        if size > header:  # the weights themselves: only --verify reads them, but for the rank, which is the last
+            for offset in {header, size - 1, *(place.randrange(header, size - 4) for _ in range(5))}:
                 flip(file, offset)
-                open_artifact(copy, "cpu")
+                with pytest.raises(SmolLM3Error, match="damaged") if offset == size - 1 else contextlib.nullcontext():
+                    open_artifact(copy, "cpu")
                 with pytest.raises(SmolLM3Error, match=f"{file.name}: damaged"):
                     open_artifact(copy, "cpu", verify=True)
                 flip(file, offset)

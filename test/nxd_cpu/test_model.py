@@ -76,6 +76,24 @@ def test_a_line_that_is_left_out_gets_the_first_row(compiled, reference):
     assert errors[0] < 1e-4 and errors[1] > 1e-2 and errors[2] < 1e-4
 
 
+def test_a_prompt_without_continuous_batching_is_written_into_every_line(compiled, reference):
+    """As the library has it, which fills the batch up with the first prompt and writes all of it."""
+    app, _ = compiled(tp_degree=2, fused_qkv=True, is_continuous_batching=False, ctx_batch_size=3)
+    prefill(app, PROMPTS, [0, 1, 2])
+    prefill(app, PROMPTS[:1], [0])
+    sequences = [[*PROMPTS[0], 20 + line] for line in range(3)]
+    assert_logits(decode(app, sequences, [0, 1, 2]), reference, sequences)
+
+
+def test_a_line_that_is_left_out_is_kept_with_apply_seq_ids_mask(compiled, reference):
+    app, _ = compiled(tp_degree=2, fused_qkv=True, apply_seq_ids_mask=True)
+    sequences = [[*prompt, 20] for prompt in PROMPTS]
+    prefill(app, PROMPTS, [0, 1, 2])
+    assert_logits(decode(app, sequences[:1], [0]), reference, sequences[:1])
+    sequences[0].append(21)
+    assert_logits(decode(app, sequences, [0, 1, 2]), reference, sequences)
+
+
 def test_models_of_different_tp_side_by_side(compiled, reference):
     first, second = compiled(tp_degree=1)[0], compiled(tp_degree=2, fused_qkv=True)[0]
     for app in (first, second, first, second):
