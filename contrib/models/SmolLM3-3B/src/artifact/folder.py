@@ -19,7 +19,7 @@ from .compiled_graphs import load_graphs
 from .manifest import MANIFEST, check_settings, manifest_digest, read_manifest, versions
 from .settings import Settings
 from .signature import is_signed_here
-from .tokenizer import TEMPLATES, TOKENIZER_FILES, load_tokenizer
+from .tokenizer import GENERATION_CONFIG, TEMPLATES, TOKENIZER_FILES, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -113,8 +113,7 @@ class Artifact:
 
     def generation_config(self) -> dict[str, Any]:
         """Returns the checkpoint's generation_config.json, or an empty dictionary where it had none."""
-        file = "generation_config.json"
-        return self._json(file) if self._has(file) else {}
+        return self._json(GENERATION_CONFIG) if self._has(GENERATION_CONFIG) else {}
 
     def eos_token_ids(self) -> list[int]:
         """Returns the end-of-sequence token ids of generation_config.json, or else of the config."""

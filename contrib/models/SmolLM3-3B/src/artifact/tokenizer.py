@@ -15,6 +15,7 @@ from ..errors import SmolLM3Error
 from ..generate import chat
 from ..model.json_files import read_json
 
+GENERATION_CONFIG = "generation_config.json"
 CONFIG = "tokenizer_config.json"
 TEMPLATES = "additional_chat_templates"  # a folder
 TOKENIZER_FILES = (
@@ -23,7 +24,7 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
-    "generation_config.json",
+    GENERATION_CONFIG,
 )
 SMOLLM3S = "PreTrainedTokenizerFast"  # what transformers takes for this model where no class is named
 OF_ANOTHER_VERSION = ("TokenizersBackend", "TokenizersBackendFast")
@@ -57,6 +58,19 @@ def write_tokenizer(checkpoint: Path, folder: Path) -> None:
             (folder / chat.VLLM_TEMPLATE).write_text(template, encoding="utf-8")
 
 
+def check_generation_config(checkpoint: Path, vocab_size: int) -> None:
+    """Raises SmolLM3Error for a generation_config.json of the checkpoint that `generate` would refuse later."""
+    from ..generate import generation
+
+    path = checkpoint / GENERATION_CONFIG
+    if path.is_file():
+        try:
+            generation.check_generation_config(read_object(path), vocab_size)
+        except SmolLM3Error as error:
+            line = str(error)
+            raise SmolLM3Error(line if line.startswith(str(path)) else f"{path}: {line}") from None
+
+
 def tokenizer_fields(fields: dict[str, Any]) -> dict[str, Any]:
     """Returns the fields of a tokenizer_config.json as transformers 4 and 5 both read them."""
     fields = dict(fields)
@@ -78,7 +92,9 @@ def load_tokenizer(folder: Path, named: Path | None = None):
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        tokenizer.decode(tokenizer("1+1=")["input_ids"])  # some settings are read only now
+        return tokenizer
     except Exception as error:  # of many kinds: tokenizers raises Exception itself
         reason = " ".join(str(error).replace(str(folder), str(named or folder)).split())
         raise SmolLM3Error(

@@ -65,6 +65,16 @@ def render(tokenizer, messages: Sequence[Mapping[str, Any]], **variables: Any) -
         raise SmolLM3Error(str(error)) from None
 
 
+def encode(tokenizer, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+    """Returns the token ids of each text. Raises SmolLM3Error for one that is no Unicode, as other bytes may be."""
+    for index, text in enumerate(texts):
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise SmolLM3Error(f"prompt {index} is {text!r}, which is not UTF-8: save or type it as UTF-8") from None
+    return tokenizer(list(texts), add_special_tokens=add_special_tokens)["input_ids"]
+
+
 def _check_variables(variables: Mapping[str, Any]) -> None:
     """Raises SmolLM3Error for a variable that the template would take for something else, or end in a traceback."""
     for name, (kind, allowed) in TYPES.items():
@@ -87,7 +97,7 @@ def _check_arguments(messages: Sequence[Mapping[str, Any]]) -> None:
             arguments = function.get("arguments") if isinstance(function, Mapping) else None
             try:
                 is_object = not isinstance(arguments, str) or not arguments or isinstance(json.loads(arguments), dict)
-            except ValueError:
+            except (ValueError, RecursionError):
                 is_object = False
             if not is_object:
                 raise SmolLM3Error(f"message {index}: the arguments {arguments!r} of a call are no JSON object")
