@@ -16,7 +16,7 @@ from ..model.config import token_ids
 from ..model.json_files import read_json
 from ..weights.digests import crc32, sha256
 from .compiled_graphs import load_graphs
-from .manifest import MANIFEST, check_settings, manifest_digest, read_manifest, versions
+from .manifest import MANIFEST, READ_BY_LIBRARY, check_settings, manifest_digest, read_manifest, versions
 from .settings import Settings
 from .signature import is_signed_here
 from .tokenizer import GENERATION_CONFIG, TEMPLATES, TOKENIZER_FILES, load_tokenizer
@@ -124,7 +124,7 @@ class Artifact:
 
     def _json(self, file: str) -> dict[str, Any]:
         self._check_generation()
-        value = read_json(self.path / file, "compile again")
+        value = read_json(self.path / file, "compile again", any_number=file in READ_BY_LIBRARY)
         self._check_generation()
         if not isinstance(value, dict):
             raise SmolLM3Error(f"{self.path / file}: a JSON object is expected; compile again")

@@ -7,6 +7,7 @@ tokenizer_config.json says it all.
 """
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ def write_tokenizer(checkpoint: Path, folder: Path) -> None:
     that does not load, and a chat template that does not render.
     """
     for file in TOKENIZER_FILES:
-        if (checkpoint / file).is_file():
+        if _is_file(checkpoint / file):
             if file.endswith(".json"):
                 read_object(checkpoint / file)
             shutil.copyfile(checkpoint / file, folder / file)
@@ -63,7 +64,7 @@ def check_generation_config(checkpoint: Path, vocab_size: int) -> None:
     from ..generate import generation
 
     path = checkpoint / GENERATION_CONFIG
-    if path.is_file():
+    if _is_file(path):
         try:
             generation.check_generation_config(read_object(path), vocab_size)
         except SmolLM3Error as error:
@@ -101,6 +102,16 @@ def load_tokenizer(folder: Path, named: Path | None = None):
             f"{named or folder}: its tokenizer does not load ({type(error).__name__}: {reason[:300]}); take the "
             "tokenizer's files from the model that it was trained from"
         ) from None
+
+
+def _is_file(path: Path) -> bool:
+    """Returns whether the file is there. Raises SmolLM3Error for a folder or a broken link of its name."""
+    if path.is_file():
+        return True
+    if os.path.lexists(path):
+        what = "a folder" if path.is_dir() else "a link to nothing" if path.is_symlink() else "no file"
+        raise SmolLM3Error(f"{path}: {what}, a file is expected; download it again, or remove it")
+    return False
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -61,8 +61,10 @@ def render(tokenizer, messages: Sequence[Mapping[str, Any]], **variables: Any) -
                 list(messages), chat_template=template, tokenize=False, add_generation_prompt=True, **variables
             ),
         )
-    except TemplateError as error:
+    except (TemplateError, SmolLM3Error) as error:
         raise SmolLM3Error(str(error)) from None
+    except Exception as error:  # of any kind: a template is a program
+        raise SmolLM3Error(f"the checkpoint's chat template fails ({type(error).__name__}: {error})") from None
 
 
 def encode(tokenizer, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:

@@ -87,7 +87,8 @@ def check_generation_config(fields: Mapping[str, Any], vocab_size: int) -> None:
     """Raises SmolLM3Error for a generation_config.json, with these fields, by which no token could be chosen."""
     eos_token_ids = token_ids("eos_token_id", fields.get("eos_token_id"))
     chooser = _Chooser(Sampling.of(fields), [[0]], [1], eos_token_ids, ())
-    chooser([[0]], [Generated()], SimpleNamespace(logits=torch.zeros(1, 1, vocab_size)))
+    for length in (1, 4096):  # some of it holds from a length on
+        chooser([[0] * length], [Generated()], SimpleNamespace(logits=torch.zeros(1, 1, vocab_size)))
 
 
 @torch.no_grad()

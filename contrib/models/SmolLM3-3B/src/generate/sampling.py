@@ -136,9 +136,9 @@ class Sampling:
         chosen = {"temperature": float(self.temperature), "top_k": self.top_k, "top_p": self.top_p} if is_sample else {}
         values = {**self.further, **chosen, "do_sample": is_sample, "suppress_tokens": suppressed or None}
         values["max_length"] = len(prompt) + max_new_tokens
-        if values.get("min_new_tokens") is not None:  # of the two it is the one that counts
-            values["min_length"] = len(prompt) + values["min_new_tokens"]
         try:
+            if values.get("min_new_tokens") is not None:  # of the two it is the one that counts
+                values["min_length"] = len(prompt) + values["min_new_tokens"]
             config = GenerationConfig(**values)
             config._eos_token_tensor = torch.tensor(list(eos_token_ids)) if eos_token_ids else None
             return GenerationMixin()._get_logits_processor(

@@ -12,14 +12,15 @@ from ..errors import SmolLM3Error
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # an escape that stands for half a character
 
 
-def read_json(path: Path, instead: str = "download it again") -> Any:
-    """Returns what a JSON file holds.
+def read_json(path: Path, instead: str = "download it again", any_number: bool = False) -> Any:
+    """Returns what a JSON file holds; with `any_number` NaN and infinity, too, as Python writes them.
 
     Raises SmolLM3Error for a file that cannot be read or is not JSON, which has no NaN and no infinity, and for numbers
     and characters in it that cannot be written again; `instead` says what to do about it.
     """
     try:
-        return parse_json(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        return json.loads(text) if any_number else parse_json(text)
     except OSError as error:
         raise SmolLM3Error(f"{path}: cannot be read ({error.strerror}); {instead}") from None
     except UnicodeEncodeError:

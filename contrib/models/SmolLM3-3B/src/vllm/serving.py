@@ -92,7 +92,7 @@ def check_folder(config: Any) -> None:
         return
     if (folder / MANIFEST).is_file():
         open_artifact(folder, device_place())
-    made_for = read_json(folder / "neuron_config.json", "compile again")
+    made_for = read_json(folder / "neuron_config.json", "compile again", any_number=True)
     made_with = made_for.get("neuron_config") if isinstance(made_for, dict) else None
     if not isinstance(made_with, dict):
         raise SmolLM3Error(f"{folder / 'neuron_config.json'}: damaged, it has no neuron_config; compile again")
