@@ -53,14 +53,18 @@ def parse_args() -> argparse.Namespace:
     random.add_argument("--batch-size", type=int, nargs="+", default=[1], metavar="N", help="default: 1")
     run = parser.add_argument_group("what is run")
     common.add_device(run)
+    common.add_verify(run)
     run.add_argument("--prompt-lengths", type=int, nargs="+", default=[128], metavar="N", help="tokens (default: 128)")
     run.add_argument("--new-tokens", type=int, default=64, metavar="N", help="default: %(default)s")
     run.add_argument(
         "--rounds", type=int, default=3, metavar="N", help="measured, after one that is not (default: %(default)s)"
     )
-    threads = int(os.environ.get("OMP_NUM_THREADS", os.cpu_count()))
     run.add_argument(
-        "--threads", type=int, default=threads, metavar="N", help="of the host, for each model (default: %(default)s)"
+        "--threads",
+        type=int,
+        default=threads_of_environment(),
+        metavar="N",
+        help="of the host, for each model (default: %(default)s)",
     )
     compared = run.add_mutually_exclusive_group()
     compared.add_argument("--without-transformers", action="store_true", help="the artifacts alone")
@@ -75,6 +79,12 @@ def parse_args() -> argparse.Namespace:
         "--plot", type=Path, metavar="FILE.html", help="a page with the table and plots over the prompt length"
     )
     return parser.parse_args()
+
+
+def threads_of_environment() -> int:
+    """The first number of OMP_NUM_THREADS, which may be a list with one for each level; without one, the cores."""
+    first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    return int(first) if first.isascii() and first.isdecimal() and 0 < int(first) < 2**15 else os.cpu_count()
 
 
 def check_args(args: argparse.Namespace) -> None:
@@ -327,7 +337,7 @@ def main() -> None:
         if args.shape:
             artifacts = make_artifacts(args, place, Path(scratch))
         else:
-            artifacts = [open_artifact(path, place) for path in args.artifacts]
+            artifacts = [open_artifact(path, place, verify=args.verify) for path in args.artifacts]
         rows, reached = [], {}
         for artifact in artifacts:
             dtype = artifact.settings.torch_dtype

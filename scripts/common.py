@@ -13,8 +13,9 @@ import warnings
 from pathlib import Path
 
 try:
-    from smollm3_neuron.errors import SmolLM3Error
+    from smollm3_neuron.errors import NotANumber, SmolLM3Error
     from smollm3_neuron.machine.device_errors import advice_on_error
+    from smollm3_neuron.model.json_files import parse_json
 except ModuleNotFoundError:
     sys.exit(
         "smollm3_neuron is not installed: run `pip install -e .` in the checkout (on a Neuron machine with --no-deps)"
@@ -44,6 +45,21 @@ class Parser(argparse.ArgumentParser):
 def add_device(parser: argparse._ActionsContainer, more: str = "") -> None:
     places = f"neuron, cpu, {more}or auto: the device where the Neuron SDK is installed (default: auto)"
     parser.add_argument("--device", default="auto", help=places)
+
+
+def add_verify(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument("--verify", action="store_true", help="read the weights' digests too before loading")
+
+
+def json_object(flag: str, text: str, example: str) -> dict | None:
+    """The value of a flag that takes a JSON object, or null."""
+    try:
+        value = parse_json(text)
+    except (ValueError, RecursionError):
+        value = text
+    if not isinstance(value, dict | None):
+        raise SmolLM3Error(f"{flag} is {text!r}, allowed is a JSON object like {example}, or null")
+    return value
 
 
 def quiet() -> None:
@@ -119,6 +135,9 @@ def run(main) -> None:
     except SmolLM3Error as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except NotANumber as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:

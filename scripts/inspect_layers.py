@@ -19,6 +19,7 @@ import common
 from smollm3_neuron.artifact.build import build_config
 from smollm3_neuron.artifact.folder import Artifact, open_artifact
 from smollm3_neuron.errors import SmolLM3Error
+from smollm3_neuron.generate.chat import encode
 from smollm3_neuron.machine.preflight import choose_place
 from smollm3_neuron.machine.runtime import emulated_devices
 
@@ -34,6 +35,7 @@ def parse_args() -> argparse.Namespace:
     inputs.add_argument("--prompt", default="The square root of 144 is", help="default: %(default)r")
     place = parser.add_argument_group("where it runs and what is written")
     common.add_device(place)
+    common.add_verify(place)
     place.add_argument(
         "--nxd-source",
         metavar="NXD_SRC:NXDI_SRC",
@@ -96,7 +98,7 @@ def open_for_inspection(args: argparse.Namespace) -> Artifact:
     else:
         place = choose_place(args.device)
         check_inspectable(place)
-    artifact = open_artifact(args.artifact, place)
+    artifact = open_artifact(args.artifact, place, verify=args.verify)
     common.note_foreign_code(artifact)
     if args.nxd_source and artifact.adapter:
         raise SmolLM3Error(f"--nxd-source, but {artifact.adapter} is merged into the artifact: leave --nxd-source out")
@@ -104,7 +106,7 @@ def open_for_inspection(args: argparse.Namespace) -> Artifact:
 
 
 def prompt_tokens(artifact: Artifact, prompt: str) -> list[int]:
-    tokens = artifact.tokenizer()(prompt)["input_ids"]
+    (tokens,) = encode(artifact.tokenizer(), [prompt])
     if not 3 <= len(tokens) <= artifact.settings.max_context_length:
         raise SmolLM3Error(
             f"--prompt has {len(tokens)} tokens, allowed are 3 to {artifact.settings.max_context_length}"

@@ -17,6 +17,7 @@ import common
 from smollm3_neuron.artifact.settings import Settings
 from smollm3_neuron.errors import SmolLM3Error
 from smollm3_neuron.machine.expectations import FIGURES, PUBLISHED_PORT, Expectation
+from smollm3_neuron.machine.locate import local_model
 from smollm3_neuron.machine.roofline import (
     GB,
     HBM_PER_CORE,
@@ -35,7 +36,7 @@ SHARDING_MEMORY = 1 * GB  # of the streaming sharder, at most; tools/bench_shard
 def parse_args() -> argparse.Namespace:
     parser = common.Parser(__doc__)
     inputs = parser.add_argument_group("the model and the machine")
-    inputs.add_argument("--model", type=Path, help="checkpoint folder (default: the shape of SmolLM3-3B)")
+    inputs.add_argument("--model", help="checkpoint folder or 'tiny' (default: the shape of SmolLM3-3B)")
     inputs.add_argument(
         "--instance", default="trn1.2xlarge", help=f"one of {', '.join(INSTANCES)} (default: %(default)s)"
     )
@@ -146,7 +147,7 @@ def plot(estimates: list[Estimate], path: Path) -> None:
     axes.grid(alpha=0.3)
     axes.legend()
     try:
-        figure.savefig(path)
+        figure.savefig(path, format=path.suffix[1:] or "png")  # left to itself it would write another file
     except (OSError, ValueError) as error:
         raise SmolLM3Error(f"{path}: cannot be written ({error}); pass a FILE.png") from None
 
@@ -155,7 +156,7 @@ def estimates_for(args: argparse.Namespace) -> list[Estimate]:
     """One estimate per TP degree; SmolLM3Error for an instance, degree, dtype or shape that is not allowed."""
     if args.instance not in INSTANCES:
         raise SmolLM3Error(f"instance is {args.instance!r}, known are {', '.join(INSTANCES)}")
-    config = read_config(args.model) if args.model else resolve_config(SMOLLM3_3B)
+    config = resolve_config(SMOLLM3_3B) if args.model is None else read_config(local_model(args.model)[0])
     if args.tp is not None:
         check_tp_degree(args.instance, args.tp)
     if args.dtype not in MODEL_DTYPES:
@@ -188,6 +189,7 @@ def print_plans(args: argparse.Namespace, plans: list[dict]) -> None:
 
 def main() -> None:
     args = parse_args()
+    common.check_outputs(args.plot)
     estimates = estimates_for(args)
     plans = [as_dict(estimate, args.instance) for estimate in estimates]
     if args.plot:

@@ -17,7 +17,9 @@ import common
 import svg
 
 from smollm3_neuron.artifact.folder import Artifact, open_artifact
+from smollm3_neuron.errors import NotANumber, SmolLM3Error
 from smollm3_neuron.machine.preflight import choose_place
+from smollm3_neuron.model.json_files import read_json
 
 COLOURS = {"identical": "#1b9e77", "near tie": "#e6ab02", "wrong": "#d62728"}
 BINS = 40
@@ -35,10 +37,10 @@ def parse_args() -> argparse.Namespace:
         "--tp", type=int, metavar="N", help="refuse an artifact made for another tensor-parallel degree"
     )
     common.add_device(inputs)
+    common.add_verify(inputs)
     limits = parser.add_argument_group("what is allowed")
     limits.add_argument(
         "--tol-map",
-        type=json.loads,
         metavar="JSON",
         help="logit errors by top-k as shares of the largest logit, "
         '{"5": 0.01, "50": 0.02, "1000": 0.03, "all": 0.05} '
@@ -64,9 +66,19 @@ def prompts_and_text(folder: Path) -> tuple[list[str], str]:
 
     if not (folder / "prompts.json").is_file():
         return list(PROMPTS), TEXT
-    own = json.loads((folder / "prompts.json").read_text())
-    held_out = [(entry["prompt"], entry["answer"]) for entry in own["held_out"]]
-    return [*own["published"], *(prompt for prompt, _ in held_out)], "\n".join(map("".join, held_out))
+    own = read_json(folder / "prompts.json")
+    try:
+        held_out = [(entry["prompt"], entry["answer"]) for entry in own["held_out"]]
+        prompts = [*own["published"], *(prompt for prompt, _ in held_out)]
+        text = "\n".join(map("".join, held_out))
+    except (KeyError, TypeError):
+        prompts = [None]
+    if not all(isinstance(prompt, str) for prompt in prompts):
+        raise SmolLM3Error(
+            f"{folder / 'prompts.json'}: an object with published, a list of texts, and held_out, a list of objects "
+            "with prompt and answer, is expected; download it again, or remove it"
+        )
+    return prompts, text
 
 
 def judge(args: argparse.Namespace, artifact: Artifact, folder: Path, tokenizer):
@@ -74,9 +86,9 @@ def judge(args: argparse.Namespace, artifact: Artifact, folder: Path, tokenizer)
     import torch
 
     from smollm3_neuron.check.validation import WRONG, Reference, make_cases, parse_tol_map, validate
-    from smollm3_neuron.generate.generation import NotANumber
 
-    tol_map = None if args.tol_map is None else parse_tol_map(args.tol_map)
+    tol_map = common.json_object("--tol-map", args.tol_map or "null", '{"5": 0.01, "all": 0.05}')
+    tol_map = None if tol_map is None else parse_tol_map(tol_map)
     settings = artifact.settings
     texts = prompts_and_text(folder)
     cases, left_out = make_cases(tokenizer, *texts, settings.max_context_length, settings.seq_len)
@@ -230,7 +242,7 @@ def page(report, provenance: dict, lines: list[str], tokenizer) -> str:
 def main() -> None:
     args = parse_args()
     common.check_outputs(args.json, args.html)
-    artifact = open_artifact(args.artifact, choose_place(args.device), tp_degree=args.tp)
+    artifact = open_artifact(args.artifact, choose_place(args.device), tp_degree=args.tp, verify=args.verify)
     common.note_foreign_code(artifact)
     if artifact.place == "cpu":
         common.quiet()

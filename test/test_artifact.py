@@ -52,6 +52,14 @@ def left_behind(folder: Path, name: str) -> list[str]:
     return sorted(p.name for p in folder.iterdir() if p.name.startswith(f".{name}."))
 
 
+def test_without_a_generation_config_the_end_is_the_configs(copy):
+    """neuron_config.json has it, which the library writes with an Infinity in it."""
+    assert "Infinity" in (copy / "neuron_config.json").read_text()
+    files = json.loads((copy / MANIFEST).read_text())["files"]
+    rewrite(copy, files={name: entry for name, entry in files.items() if name != "generation_config.json"})
+    assert open_artifact(copy, "cpu").eos_token_ids() == [3]
+
+
 def test_a_killed_compile_leaves_nothing_that_loads(tmp_path):
     """One child after the other, each killed at a random time; afterwards nothing is there, or a whole artifact."""
     clock = random.Random(0)

@@ -19,10 +19,10 @@ from ..model.json_files import read_json
 from ..weights.digests import crc32, sha256
 from ..weights.files import SHARD_FILE
 from .compiled_graphs import load_graphs
-from .manifest import MANIFEST, check_settings, manifest_digest, read_manifest, versions
+from .manifest import MANIFEST, READ_BY_LIBRARY, check_settings, manifest_digest, read_manifest, versions
 from .settings import Settings
 from .signature import is_signed_here
-from .tokenizer import TEMPLATES, TOKENIZER_FILES, load_tokenizer
+from .tokenizer import GENERATION_CONFIG, TEMPLATES, TOKENIZER_FILES, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,7 @@ class Artifact:
 
     def generation_config(self) -> dict[str, Any]:
         """Returns the checkpoint's generation_config.json, or an empty dictionary where it had none."""
-        file = "generation_config.json"
-        return self._json(file) if self._has(file) else {}
+        return self._json(GENERATION_CONFIG) if self._has(GENERATION_CONFIG) else {}
 
     def eos_token_ids(self) -> list[int]:
         """Returns the end-of-sequence token ids of generation_config.json, or else of the config."""
@@ -128,7 +127,7 @@ class Artifact:
 
     def _json(self, file: str) -> dict[str, Any]:
         self._check_generation()
-        value = read_json(self.path / file, "compile again")
+        value = read_json(self.path / file, "compile again", any_number=file in READ_BY_LIBRARY)
         self._check_generation()
         if not isinstance(value, dict):
             raise SmolLM3Error(f"{self.path / file}: a JSON object is expected; compile again")
