@@ -81,8 +81,8 @@ def without_type(tool: dict) -> dict:
 
 
 def as_vllm_reads(message: dict) -> dict:
-    """What the template is given of it: an empty text where there is no content (null, {}), a string in a list as a part,
-    a part without text left out, and in vLLM 0.11 the thoughts left out."""
+    """What the template is given of it: an empty text where there is no content (null, {}), a string in a list as a
+    part, a part without text left out, and in vLLM 0.11 the thoughts left out."""
     message = {name: value for name, value in message.items() if name not in THOUGHTS or not IS_0_11}
     content = message["content"] or ""
     if isinstance(content, list):
