@@ -148,6 +148,16 @@ def test_compile_refuses_a_broken_checkpoint(checkpoint, tmp_path, what, parts):
     assert compiled(tmp_path) == []
 
 
+def test_compile_warns_of_a_head_that_it_drops(checkpoint, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(checkpoint / "model.safetensors")
+    head = {"lm_head.weight": weights["model.embed_tokens.weight"] + 1}
+    save_file({**weights, **head}, checkpoint / "model.safetensors", {"format": "pt"})
+    done = run("compile", "--model", checkpoint, "--tp", 2, "--seq-len", 16, "--output", tmp_path / "artifact")
+    assert done.returncode == 0 and "warning: lm_head.weight differs from embed_tokens.weight" in done.stdout, done
+
+
 @pytest.mark.parametrize(
     "args, parts",
     [
