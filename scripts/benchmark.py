@@ -39,7 +39,9 @@ SHAPES = {
     ),
     "3b": {},
 }  # fmt: skip
-TRANSFORMERS = {"transformers": None, "transformers, static cache": "static"}  # generate's cache_implementation
+# generate's cache_implementation, and whether torch.compile compiles the model's forward
+TRANSFORMERS = {"transformers": (None, False), "transformers, static cache": ("static", False)}
+COMPILED = {"transformers, torch.compile": ("static", True)}
 
 
 def parse_args() -> argparse.Namespace:
@@ -65,7 +67,13 @@ def parse_args() -> argparse.Namespace:
         metavar="N",
         help="of the host, for each model (default: %(default)s)",
     )
-    run.add_argument("--without-transformers", action="store_true", help="the artifacts alone")
+    compared = run.add_mutually_exclusive_group()
+    compared.add_argument("--without-transformers", action="store_true", help="the artifacts alone")
+    compared.add_argument(
+        "--compare",
+        choices=["compile"],
+        help="one more transformers, with a static cache and torch.compile",
+    )
     outputs = parser.add_argument_group("what is written")
     outputs.add_argument("--json", type=Path, metavar="FILE", help="everything that was measured, in seconds and bytes")
     outputs.add_argument(
@@ -178,7 +186,8 @@ def start_engines(artifact: Artifact, place: str, args: argparse.Namespace) -> l
     }
     engines = [Engine("artifact", {**job, "artifact": str(artifact.path)})]
     if not args.without_transformers:
-        engines += [Engine(name, {**job, "cache": cache}) for name, cache in TRANSFORMERS.items()]
+        references = {**TRANSFORMERS, **(COMPILED if args.compare == "compile" else {})}
+        engines += [Engine(name, {**job, "cache": how[0], "compile": how[1]}) for name, how in references.items()]
     return engines
 
 

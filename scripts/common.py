@@ -3,6 +3,7 @@
 import argparse
 import json
 import logging
+import math
 import os
 import sys
 import tempfile
@@ -67,8 +68,11 @@ def quiet() -> None:
     warnings.simplefilter("ignore")
 
 
-def make_checkpoint(folder: Path, config: dict) -> None:
-    """Writes random bfloat16 weights for this config.json, in two safetensors files with an index."""
+def make_checkpoint(folder: Path, config: dict) -> int:
+    """Writes random bfloat16 weights for this config.json, in two safetensors files with an index.
+
+    They are drawn as transformers does, with a standard deviation of 0.02, norms around 1. Returns how many they are.
+    """
     import torch
     from safetensors.torch import save_file
 
@@ -83,11 +87,13 @@ def make_checkpoint(folder: Path, config: dict) -> None:
         tensors = {}
         for name, shape in part:
             name = name if name.startswith("lm_head") else f"model.{name}"
-            tensors[name] = torch.empty(shape, dtype=torch.bfloat16).normal_(std=0.02)
+            mean = 1 if name.endswith("norm.weight") else 0
+            tensors[name] = torch.empty(shape, dtype=torch.bfloat16).normal_(mean, std=0.02)
         save_file(tensors, folder / file, {"format": "pt"})
         weight_map |= dict.fromkeys(tensors, file)
     (folder / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     (folder / "config.json").write_text(json.dumps(config))
+    return sum(math.prod(shape) for _, shape in shapes)
 
 
 def reference_folder(model: Path | None, artifact) -> Path:

@@ -121,6 +121,11 @@ def add_batching(group) -> None:
         "--ctx-batch-size", type=int, metavar="N", help="prompts encoded at once (default: 1 with continuous batching)"
     )
     group.add_argument(
+        "--apply-seq-ids-mask",
+        action="store_true",
+        help="a token step keeps the lines of requests that it leaves out, for 128 more positions of each line",
+    )
+    group.add_argument(
         "--is-prefix-caching", action="store_true", help="requests share what they begin with, in blocks of the cache"
     )
     group.add_argument(

@@ -21,6 +21,7 @@ from smollm3_neuron.artifact.folder import Artifact, open_artifact
 from smollm3_neuron.errors import SmolLM3Error
 from smollm3_neuron.generate.chat import encode
 from smollm3_neuron.machine.preflight import choose_place
+from smollm3_neuron.machine.runtime import emulated_devices
 
 CONTRIB = Path(__file__).resolve().parents[1] / "contrib"
 KINDS = {True: "RoPE", False: "NoPE"}
@@ -77,13 +78,26 @@ def on_sources(artifact: Artifact, nxd_source: str):
     return app, None
 
 
-def open_for_inspection(args: argparse.Namespace) -> Artifact:
-    place = "cpu" if args.nxd_source else choose_place(args.device)
-    if place != "cpu":
+def check_inspectable(place: str) -> None:
+    """SmolLM3Error where the artifact's graphs cannot be looked into."""
+    ways = {
+        "neuron": "run it in an environment without the SDK, on an artifact of the same checkpoint for the CPU",
+        "emulated": "give --nxd-source, by which the model code runs on the library's sources with this artifact's "
+        "checkpoint and settings",
+    }
+    if place in ways:
         raise SmolLM3Error(
             "inspect_layers.py cannot look into a device: NxD Inference 0.7 and 0.8 capture no tensors of a text "
-            "model; run it in an environment without the SDK, on an artifact of the same checkpoint for the CPU"
+            f"model; {ways[place]}"
         )
+
+
+def open_for_inspection(args: argparse.Namespace) -> Artifact:
+    if args.nxd_source:
+        place = "emulated" if emulated_devices() else "cpu"
+    else:
+        place = choose_place(args.device)
+        check_inspectable(place)
     artifact = open_artifact(args.artifact, place, verify=args.verify)
     common.note_foreign_code(artifact)
     if args.nxd_source and artifact.adapter:

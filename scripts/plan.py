@@ -45,6 +45,7 @@ def parse_args() -> argparse.Namespace:
     shape.add_argument("--seq-len", type=int, metavar="N", default=Settings.seq_len, help="default: %(default)s")
     shape.add_argument("--batch-size", type=int, metavar="N", default=Settings.batch_size, help="default: %(default)s")
     shape.add_argument("--dtype", default=Settings.torch_dtype, help="default: %(default)s")
+    shape.add_argument("--apply-seq-ids-mask", action="store_true", help="as compile.py's")
     shape.add_argument("--pad-intermediate", type=int, metavar="N", help="as compile.py's")
     outputs = parser.add_argument_group("what is written")
     outputs.add_argument("--json", action="store_true", help="the same as JSON, in bytes and seconds")
@@ -162,11 +163,13 @@ def estimates_for(args: argparse.Namespace) -> list[Estimate]:
         raise SmolLM3Error(f"dtype is {args.dtype!r}, allowed is one of {', '.join(MODEL_DTYPES)}")
     estimates = []
     for tp_degree in (args.tp,) if args.tp is not None else INSTANCES[args.instance].tp_degrees:
+        mask = args.apply_seq_ids_mask
         settings = Settings(
-            tp_degree, args.batch_size, args.seq_len, None, args.dtype, padded_intermediate_size=args.pad_intermediate
-        ).checked(config)
+            tp_degree, args.batch_size, args.seq_len, None, args.dtype, padded_intermediate_size=args.pad_intermediate,
+            is_continuous_batching=mask, apply_seq_ids_mask=mask,
+        ).checked(config)  # fmt: skip
         sizes = settings.seq_len, settings.batch_size, settings.torch_dtype
-        estimates.append(Estimate(config.padded(settings), tp_degree, *sizes))
+        estimates.append(Estimate(config.padded(settings), tp_degree, *sizes, apply_seq_ids_mask=mask))
     return estimates
 
 

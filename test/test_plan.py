@@ -2,15 +2,14 @@
 
 import json
 import subprocess
-import sys
 
 import pytest
+from commands import run as run_command
 from places import ROOT
 
 
 def plan(*args) -> subprocess.CompletedProcess:
-    command = [sys.executable, ROOT / "scripts/plan.py", *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return run_command(ROOT / "scripts/plan.py", *args)
 
 
 def test_json_has_a_plan_per_degree_and_the_sources_of_what_is_expected():

@@ -10,11 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
+
 from ..errors import SmolLM3Error
 from ..generate.chat import VLLM_TEMPLATE
 from ..model.config import token_ids
 from ..model.json_files import read_json
 from ..weights.digests import crc32, sha256
+from ..weights.files import SHARD_FILE
 from .compiled_graphs import load_graphs
 from .manifest import MANIFEST, READ_BY_LIBRARY, check_settings, manifest_digest, read_manifest, versions
 from .settings import Settings
@@ -171,6 +174,8 @@ def open_artifact(path: Path, place: str, *, tp_degree: int | None = None, verif
             if not (path / file).resolve().is_relative_to(path.resolve()):
                 raise SmolLM3Error(f"{path / file}: a link that leads out of the artifact; compile again")
             _check_file(path / file, entry, verify)
+        for rank in range(made_for):
+            _check_rank(path / "weights" / SHARD_FILE.format(rank=rank), rank, made_for)
     except (SmolLM3Error, OSError):
         artifact._check_generation()
         raise
@@ -185,6 +190,16 @@ def _generation(path: Path) -> tuple[int, ...] | None:
     except OSError:
         return None
     return status.st_dev, status.st_ino, status.st_ctime_ns, status.st_size
+
+
+def _check_rank(path: Path, rank: int, tp_degree: int) -> None:
+    """Checks that the file's weights are of this rank: the files of two ranks have one size and one header."""
+    with safe_open(path, framework="numpy") as shard:
+        found = int(shard.get_tensor("rank_util.rank")[0])
+    if not 0 <= found < tp_degree:
+        raise SmolLM3Error(f"{path}: damaged, its rank is {found}; compile again")
+    if found != rank:
+        raise SmolLM3Error(f"{path}: the weights of rank {found} are in it, not those of rank {rank}; compile again")
 
 
 def _check_file(path: Path, entry: dict[str, Any], verify: bool) -> None:
