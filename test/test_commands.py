@@ -223,6 +223,20 @@ def test_a_chat_samples_as_the_checkpoint_asks(artifact, tmp_path):
     assert len(seeds) == 2 and answer("--temperature", "0") not in seeds
 
 
+@pytest.mark.parametrize(
+    "given, threads", [("2,4", 2), (" 3 ", 3), ("", None), ("abc", None), ("0", None), ("-1", None), ("9" * 5000, None)]
+)
+def test_threads_of_the_environment(given, threads, monkeypatch):
+    """A list has one for each level, and what is no number is left to the OpenMP library."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import os
+
+    from benchmark import threads_of_environment
+
+    monkeypatch.setenv("OMP_NUM_THREADS", given)
+    assert threads_of_environment() == (threads or os.cpu_count())
+
+
 def test_prompts_may_stand_behind_options(artifact):
     done = run("generate", artifact, "--device", "cpu", "--max-new-tokens", "4", "1+1=")
     assert done.returncode == 0 and done.stdout.startswith("1+1="), done.stderr
