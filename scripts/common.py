@@ -14,6 +14,7 @@ from pathlib import Path
 try:
     from smollm3_neuron.errors import SmolLM3Error
     from smollm3_neuron.machine.device_errors import advice_on_error
+    from smollm3_neuron.model.config import read_config
 except ModuleNotFoundError:
     sys.exit(
         "smollm3_neuron is not installed: run `pip install -e .` in the checkout (on a Neuron machine with --no-deps)"
@@ -79,6 +80,12 @@ def reference_folder(model: Path | None, artifact) -> Path:
     folder = model or Path(artifact.manifest["model"]["folder"])
     if not (folder / "config.json").is_file():
         raise SmolLM3Error(f"{folder}: the checkpoint is not there any more; pass it with --model FOLDER")
+    vocab_size = read_config(folder).vocab_size
+    if vocab_size != artifact.vocab_size:
+        raise SmolLM3Error(
+            f"{folder}: vocab_size is {vocab_size}, the artifact's {artifact.vocab_size}: their logits cannot be "
+            "compared; pass the checkpoint that it was compiled from"
+        )
     return folder
 
 
@@ -105,8 +112,11 @@ def check_outputs(*paths: Path | None) -> None:
             raise SmolLM3Error(f"{path}: cannot write there ({error.strerror}); name another file") from None
 
 
-def run(main) -> None:
-    """Runs a command; a mistake of the user is one line and exit code 2, an error of a device one line or advice."""
+def run(main, failed: int = 1) -> None:
+    """Runs a command; a mistake of the user is one line and exit code 2, an error of a device one line or advice.
+
+    `failed` is the exit code of any other failure: not 1 where that is a verdict.
+    """
     began = time.time()
     try:
         main()
@@ -117,7 +127,7 @@ def run(main) -> None:
         sys.exit(130)
     except BrokenPipeError:
         sys.stderr.close()
-        sys.exit(1)
+        sys.exit(failed)
     except Exception as error:
         advice = advice_on_error(error, began)
         if advice is not None:
@@ -129,6 +139,7 @@ def run(main) -> None:
             print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
             sys.exit(2)
         else:
-            raise
+            traceback.print_exception(error)
+            sys.exit(failed)
         print(f"error: {advice}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(failed)

@@ -174,4 +174,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    common.run(main)
+    common.run(main, failed=2)

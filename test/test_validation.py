@@ -267,7 +267,8 @@ def test_what_parts_on_a_tie_is_a_near_tie_and_beyond_it_wrong(bases, tmp_path):
     """Two rows of the head that are a rounding apart; the model, else right, prefers the other one."""
     from smollm3_neuron.check.validation import NEAR_TIE, WRONG, Case, Reference, validate
 
-    first = Reference(bases["untied"], torch.float32).answer(PROMPTS[1], [0] * 6, ())[0]
+    ((answer, _),) = Reference(bases["untied"], torch.float32).answers([PROMPTS[1]], [[0] * 6])
+    first = answer[0]
     other = (first + 1) % 128
     folder = copy(
         bases["untied"],

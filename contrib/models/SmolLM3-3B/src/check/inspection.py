@@ -17,8 +17,8 @@ from torch.overrides import TorchFunctionMode
 
 from ..generate.generation import prefill_inputs
 from ..model.config import CheckpointConfig, read_config
-from .altered_reference import load_altered_reference
-from .validation import ALLOWANCE, WIDER
+from .streamed_reference import WIDER, StreamedModel
+from .validation import ALLOWANCE
 
 # in the order of the data's flow
 LAYER_VALUES = (
@@ -214,7 +214,7 @@ def inspect(app, folder: Path, prompt: Sequence[int], ranks: Any = None, adapter
         recorder.close()
     dtype = app.neuron_config.torch_dtype
     theirs, exact = (
-        reference_values(load_altered_reference(folder, precision, adapter), prompt, config)
+        reference_values(StreamedModel(folder, precision, adapter), prompt, config)
         for precision in (dtype, WIDER[dtype])
     )
     moved = [not torch.equal(spaced[layer, "attention_output"], ours[layer, "attention_output"]) for layer in layers]
@@ -228,16 +228,16 @@ def inspect(app, folder: Path, prompt: Sequence[int], ranks: Any = None, adapter
     )
 
 
-def reference_values(model, prompt: Sequence[int], config: CheckpointConfig) -> Values:
+def reference_values(model: StreamedModel, prompt: Sequence[int], config: CheckpointConfig) -> Values:
     """Returns the values of transformers' `model` for `prompt`, shaped as `joined` has them.
 
     The prompt is padded on the right, as the application pads it: in a matrix product of few rows a CPU sums in another
     order and rounds less, and what transformers is off would be measured too small for the application.
     """
-    recorder = Recorder(model.model.layers, model.model.norm, model.lm_head)
-    input_ids = torch.tensor([[*prompt, *[0] * (-len(prompt) % ROWS)]])
+    recorder = Recorder(model.layers, model.norm, model.lm_head)
+    padded = [*prompt, *[0] * (-len(prompt) % ROWS)]
     with recorder:
-        logits = model(input_ids, logits_to_keep=torch.tensor([len(prompt) - 1])).logits[0]
+        (logits,) = model.logits([padded], [torch.tensor([len(prompt) - 1])])
     values = joined([recorder.values], config, len(prompt))
     values[None, "logits"], values[None, "next_token_probs"] = logits, logits.softmax(-1)
     return values
