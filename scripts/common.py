@@ -9,11 +9,13 @@ import tempfile
 import time
 import traceback
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 try:
     from smollm3_neuron.errors import SmolLM3Error
     from smollm3_neuron.machine.device_errors import advice_on_error
+    from smollm3_neuron.machine.roofline import GB, Estimate, GiB, parameters
     from smollm3_neuron.model.config import read_config
 except ModuleNotFoundError:
     sys.exit(
@@ -52,14 +54,32 @@ def quiet() -> None:
     warnings.simplefilter("ignore")
 
 
+def gigabytes(count: int) -> str:
+    return f"{count / GB:.3f} GB ({count / GiB:.3f} GiB)"
+
+
+def model_sizes(estimate: Estimate, stored: int | None = None) -> list[str]:
+    """What the model is on all cores together; `stored` are the bytes of the checkpoint's files, if there are any."""
+    count, tensors = parameters(estimate.config)
+    whole = replace(estimate, tp_degree=1)
+    checkpoint = f"{gigabytes(stored)} of files" if stored else f"{gigabytes(2 * count)} in bfloat16"
+    lines = [
+        f"{count:,} parameters in {tensors} tensors, {checkpoint}",
+        f"KV cache: {whole.kv_cache_per_token:,} bytes per token; activations are left out",
+    ]
+    if estimate.dtype == "float32":
+        lines.append("float32: NxD Inference gives the compiler --auto-cast=none, so that products stay in float32")
+    return lines
+
+
 def make_checkpoint(folder: Path, config: dict) -> None:
     """Writes random bfloat16 weights for this config.json, in two safetensors files with an index."""
     import torch
     from safetensors.torch import save_file
 
     from smollm3_neuron.model.config import resolve_config
-    from smollm3_neuron.weights.checkpoint import expected_shapes
     from smollm3_neuron.weights.files import INDEX_FILE
+    from smollm3_neuron.weights.projections import expected_shapes
 
     shapes = list(expected_shapes(resolve_config(config)).items())
     weight_map = {}

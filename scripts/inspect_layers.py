@@ -3,8 +3,9 @@
     python scripts/inspect_layers.py artifacts/tiny-tp2
 
 Per layer: RoPE or NoPE as the config has it and as the layer behaves, whether input + attention + MLP is the output to
-the bit, and the value that is furthest from transformers'. Exit code 0: all is right; 1: something is not; 2: it cannot
-be inspected.
+the bit, and the value that is furthest from transformers'. With --bisect, also on a device: the first wrong layer, by
+compiling and judging models of the first layers. Exit code 0: all is right; 1: something is not; 2: it cannot be
+inspected.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import bisection
 import common
 
 from smollm3_neuron.artifact.build import build_config
@@ -31,6 +33,11 @@ def parse_args() -> argparse.Namespace:
     inputs = parser.add_argument_group("what is compared")
     inputs.add_argument("--model", type=Path, help="checkpoint folder of the reference (default: the artifact's own)")
     inputs.add_argument("--prompt", default="The square root of 144 is", help="default: %(default)r")
+    inputs.add_argument(
+        "--bisect",
+        action="store_true",
+        help="compile models of the artifact's first layers and judge them, halving: 5 to 6 compiles of 36 layers",
+    )
     place = parser.add_argument_group("where it runs and what is written")
     common.add_device(place)
     place.add_argument(
@@ -80,7 +87,8 @@ def open_for_inspection(args: argparse.Namespace) -> Artifact:
     if place != "cpu":
         raise SmolLM3Error(
             "inspect_layers.py cannot look into a device: NxD Inference 0.7 and 0.8 capture no tensors of a text "
-            "model; run it in an environment without the SDK, on an artifact of the same checkpoint for the CPU"
+            "model; use --bisect, or run it in an environment without the SDK, on an artifact of the same checkpoint "
+            "for the CPU"
         )
     artifact = open_artifact(args.artifact, place)
     common.note_foreign_code(artifact)
@@ -155,9 +163,22 @@ def as_dict(inspection) -> dict:
     }
 
 
+def bisect(args: argparse.Namespace) -> None:
+    if args.nxd_source:
+        raise SmolLM3Error("--bisect compiles, and --nxd-source compiles nothing: leave one out")
+    artifact = open_artifact(args.artifact, choose_place(args.device))
+    common.quiet()
+    found = bisection.find_wrong_layer(artifact, args.model, args.device)
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
+    sys.exit(bisection.report(artifact, found))
+
+
 def main() -> None:
     args = parse_args()
     common.check_outputs(args.json)
+    if args.bisect:
+        bisect(args)
     artifact = open_for_inspection(args)
     folder = common.reference_folder(args.model, artifact)
     common.quiet()

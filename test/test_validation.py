@@ -1,7 +1,6 @@
 """What validate.py and inspect_layers.py judge: faults are called wrong and found, harmless changes are not.
 
-The models run uncompiled (nxd_cpu_compiler/eager_ranks.py), over shard files of their own; test_commands.py runs the
-commands.
+The models run uncompiled, over shard files of their own (uncompiled.py); test_commands.py runs the commands.
 """
 
 import json
@@ -15,6 +14,7 @@ from checkpoint_faults import BASES, FAULTS, PROMPTS, QUERIES, SEQ_LEN, SMALL, c
 from places import TINY
 from reference import make_checkpoint
 from safetensors.torch import load_file, save_file
+from uncompiled import load
 
 
 @pytest.fixture(scope="session")
@@ -32,24 +32,6 @@ def judge(bases):
     cases = [*(Case("prompt", str(p), p) for p in PROMPTS), Case("text", "text", text[:1], text[1:])]
     reference = cache(lambda base, dtype: Reference(bases[base], dtype))
     return lambda app, base, dtype=torch.float32: validate(app, reference(base, dtype), cases, 6)
-
-
-def load(folder: Path, out: Path, dtype: str = "float32", **settings):
-    """The application with ranks that run uncompiled, over shards written to `out`."""
-    from smollm3_neuron.machine.runtime import ensure_neuronx
-
-    if ensure_neuronx() != "cpu":
-        pytest.skip("the Neuron SDK is installed here: nxd_cpu is not used")
-    from nxd_cpu_compiler.eager_ranks import EagerRanks
-    from smollm3_neuron.artifact.build import build_config
-    from smollm3_neuron.artifact.settings import Settings
-    from smollm3_neuron.modeling_smollm3_3b import NeuronSmolLM3ForCausalLM
-    from smollm3_neuron.weights.shard_writer import write_shards
-
-    config = build_config(folder, Settings(**{"tp_degree": 1, "seq_len": SEQ_LEN, "torch_dtype": dtype, **settings}))
-    write_shards(folder, config.checkpoint_config, config.neuron_config, out)
-    app = NeuronSmolLM3ForCausalLM(str(folder), config)
-    return app, EagerRanks(app, out)
 
 
 def check_wrong(app, ranks, base, bases, judge, first):
