@@ -2,10 +2,10 @@
 
     python scripts/acceptance.py environment --json environment.json
 
-`environment` says what machine it is, `vllm ARTIFACT` has a server answer, `float32 ARTIFACT` holds the logits' absolute
-error to a published one, `sizes ARTIFACT` names sizes to pad the MLPs
-to. Of the folder of results `fastest` compares those, `collect` copies logs into it, `line` makes a row for
-docs/evidence.md, and `report` prints what may be shared.
+`environment` says what machine it is, `vllm ARTIFACT` has a server answer, `float32 ARTIFACT` holds the absolute error
+of its logits to a published one, `sizes ARTIFACT` names sizes to pad the MLPs to. Of the folder of results `fastest`
+compares those, `collect` copies logs into it, `line` makes a row for docs/evidence.md, and `report` prints what may be
+shared.
 """
 
 import argparse
@@ -45,9 +45,7 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     writes_json = args.step in ("environment", "vllm", "float32")
     if (args.folder is None) != (args.step == "environment") or (args.json is not None) != writes_json:
-        parser.error(
-            "environment --json FILE, vllm or float32 ARTIFACT --json FILE, sizes ARTIFACT, or another step and FOLDER"
-        )
+        parser.error("pass environment, vllm ARTIFACT or float32 ARTIFACT with --json FILE, or another step and FOLDER")
     return args
 
 

@@ -22,6 +22,7 @@ from smollm3_neuron.artifact.build import build_config
 from smollm3_neuron.artifact.folder import Artifact, open_artifact
 from smollm3_neuron.errors import SmolLM3Error
 from smollm3_neuron.machine.preflight import choose_place
+from smollm3_neuron.model.config import read_config
 
 CONTRIB = Path(__file__).resolve().parents[1] / "contrib"
 KINDS = {True: "RoPE", False: "NoPE"}
@@ -47,7 +48,33 @@ def parse_args() -> argparse.Namespace:
         "settings",
     )
     place.add_argument("--json", type=Path, metavar="FILE", help="everything that was measured")
+    place.add_argument(
+        "--values",
+        type=Path,
+        metavar="FILE.safetensors",
+        help="the values themselves, the model's as layers.N.NAME and transformers' as reference.layers.N.NAME",
+    )
+    place.add_argument("--layers", type=int, nargs="+", metavar="N", help="with --values, which layers (default: all)")
     return parser.parse_args()
+
+
+def layers_to_write(args: argparse.Namespace, count: int) -> list[int]:
+    if args.layers and not args.values:
+        raise SmolLM3Error("--layers says which layers go into the file of --values: pass it, too")
+    wrong = [layer for layer in args.layers or () if not 0 <= layer < count]
+    if wrong:
+        raise SmolLM3Error(f"--layers has {wrong[0]}, allowed are 0 to {count - 1}")
+    return args.layers or list(range(count))
+
+
+def write_values(path: Path, inspection, tokens: list[int], layers: list[int]) -> None:
+    from safetensors.torch import save_file
+
+    from smollm3_neuron.check.inspection import named_values
+
+    own = named_values(inspection.values, tokens, layers)
+    theirs = named_values(inspection.reference, tokens, layers)
+    save_file({**own, **{f"reference.{name}": tensor for name, tensor in theirs.items()}}, path)
 
 
 def on_cpu_runtime(artifact: Artifact):
@@ -151,6 +178,8 @@ def as_dict(inspection) -> dict:
                 "rope_of_config": of_config,
                 "rope_of_projections": of_projections,
                 "rope_of_spacing": of_spacing,
+                "spacing_size": inspection.spacing_sizes[layer],
+                "spacing_keeps_position_0": inspection.spacing_keeps_first[layer],
                 "identity": layer not in inspection.broken_identity,
             }
             for layer, (of_config, of_projections, of_spacing) in enumerate(probes)
@@ -176,18 +205,21 @@ def bisect(args: argparse.Namespace) -> None:
 
 def main() -> None:
     args = parse_args()
-    common.check_outputs(args.json)
+    common.check_outputs(args.json, args.values)
     if args.bisect:
         bisect(args)
     artifact = open_for_inspection(args)
     folder = common.reference_folder(args.model, artifact)
     common.quiet()
     tokens = prompt_tokens(artifact, args.prompt)
+    layers = layers_to_write(args, read_config(folder).num_hidden_layers)
     app, ranks = on_sources(artifact, args.nxd_source) if args.nxd_source else on_cpu_runtime(artifact)
     from smollm3_neuron.check.inspection import inspect
 
     inspection = inspect(app, folder, tokens, ranks, artifact.adapter)
     print_layers(inspection)
+    if args.values:
+        write_values(args.values, inspection, tokens, layers)
     if args.json:
         args.json.write_text(json.dumps(as_dict(inspection), indent=1) + "\n")
     print_verdict(inspection)

@@ -147,6 +147,39 @@ def test_a_harmless_change_is_not_wrong(name, bases, judge, tmp_path):
     assert found.is_right, (found.first, found.disagreeing, found.broken_identity)
 
 
+def test_the_values_are_transformers_own(bases, tmp_path):
+    """What hooks on transformers' whole model see is what comes back as the reference's, and the model's is close."""
+    from smollm3_neuron.check.inspection import ROWS, inspect, named_values
+    from smollm3_neuron.check.reference import load_reference
+
+    app, ranks = load(bases["plain"], tmp_path / "weights", tp_degree=2)
+    found, prompt, layers = inspect(app, bases["plain"], PROMPTS[1], ranks), PROMPTS[1], [1, 3]
+    own, theirs = (named_values(values, prompt, layers) for values in (found.values, found.reference))
+    model, seen = load_reference(bases["plain"]), {}
+
+    def keep(name, of_input=False):
+        return lambda module, args, output: seen.update({name: args[0] if of_input else output})
+
+    for layer in layers:
+        part = model.model.layers[layer]
+        part.self_attn.o_proj.register_forward_hook(keep(f"layers.{layer}.premix", of_input=True))
+        part.mlp.register_forward_hook(keep(f"layers.{layer}.mlp_output"))
+        part.mlp.register_forward_hook(keep(f"layers.{layer}.mlp_input", of_input=True))
+    model.model.embed_tokens.register_forward_hook(keep("token_embeddings"))
+    with torch.no_grad():
+        model(torch.tensor([[*prompt, *[0] * (-len(prompt) % ROWS)]]))
+    for name, value in seen.items():
+        value = value[0, : len(prompt)]
+        if name.endswith("premix"):
+            value = value.unflatten(-1, (8, -1)).transpose(0, 1)
+        assert torch.equal(theirs[name], value), name
+        assert torch.allclose(own[name], value, atol=1e-5), name
+    assert own["input_ids"].tolist() == prompt and own["input_size"].tolist() == [len(prompt)]
+    assert not [name for name in own if name.startswith("layers.") and name.split(".")[1] not in ("1", "3")]
+    assert found.spacing_keeps_first == [True] * 5
+    assert [size > 0 for size in found.spacing_sizes] == found.rope_of_spacing == [True, True, True, False, True]
+
+
 def test_the_inspection_of_a_right_model_says_right_whatever_the_prompt(tmp_path):
     """A CPU rounds a product of few rows less: transformers' error must be measured with as many."""
     from transformers import AutoTokenizer
