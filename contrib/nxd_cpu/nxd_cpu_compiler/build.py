@@ -164,7 +164,7 @@ def write_products(module: fx.GraphModule) -> None:
     """
     widen_products(module)
     graph, call = module.graph, module.graph.call_function
-    columns: dict[fx.Node, fx.Node] = {}
+    given: dict[fx.Node, fx.Node] = {}  # x, as the products take it
     for node in graph.find_nodes(op="call_function", target=_aten.linear.default):
         x, weight, *bias = node.args
         result, width = node.meta["val"], x.meta["val"].shape[-1]
@@ -172,14 +172,18 @@ def write_products(module: fx.GraphModule) -> None:
         if 1 < rows < MANY_ROWS:
             continue
         with graph.inserting_before(node):
+            if x not in given:
+                flat = call(_aten.reshape.default, (x, [rows, width] if rows > 1 else [width]))
+                if rows == 1:  # stored before the loop, which would compute it again for every row of the weight
+                    given[x] = call(_aten.as_strided.default, (flat, [width], [1]))
+                else:
+                    turned = call(_aten.t.default, (flat,))
+                    given[x] = call(_aten.clone.default, (turned,), {"memory_format": torch.contiguous_format})
             if rows == 1:
-                wide = tuple(call(_aten.to.dtype, (tensor, torch.float32)) for tensor in (x, weight))
+                wide = tuple(call(_aten.to.dtype, (tensor, torch.float32)) for tensor in (given[x], weight))
                 total = call(_aten.sum.dim_IntList, (call(_aten.mul.Tensor, wide), [-1]))
             else:
-                if x not in columns:
-                    turned = call(_aten.t.default, (call(_aten.reshape.default, (x, [rows, width])),))
-                    columns[x] = call(_aten.clone.default, (turned,), {"memory_format": torch.contiguous_format})
-                total = call(_aten.t.default, (call(_aten.mm.default, (weight, columns[x])),))
+                total = call(_aten.t.default, (call(_aten.mm.default, (weight, given[x])),))
             for added in bias:
                 total = call(_aten.add.Tensor, (total, added))
             total = call(_aten.to.dtype, (call(_aten.reshape.default, (total, list(result.shape))), result.dtype))
