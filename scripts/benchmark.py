@@ -11,6 +11,7 @@ nothing else added: on a shared machine only they say something.
 import argparse
 import json
 import os
+import re
 import statistics
 import tempfile
 import time
@@ -84,7 +85,7 @@ def parse_args() -> argparse.Namespace:
 def threads_of_environment() -> int:
     """The first number of OMP_NUM_THREADS, which may be a list with one for each level; without one, the cores."""
     first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-    return int(first) if first.isascii() and first.isdecimal() and 0 < int(first) < 2**15 else os.cpu_count()
+    return int(first) if re.fullmatch("0*[1-9][0-9]{0,3}", first) else os.cpu_count()
 
 
 def check_args(args: argparse.Namespace) -> None:
