@@ -1,6 +1,7 @@
 """An artifact is whole or is not there: killed, damaged, starved, denied, made for something else."""
 
 import contextlib
+import importlib
 import json
 import os
 import random
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from manifests import rewrite
+from places import ROOT
 
 from smollm3_neuron.artifact import staging
 from smollm3_neuron.artifact.build import Callbacks, compile_artifact
@@ -50,6 +52,31 @@ def fork(tmp_path: Path, cases: list[dict]) -> list[dict]:
 
 def left_behind(folder: Path, name: str) -> list[str]:
     return sorted(p.name for p in folder.iterdir() if p.name.startswith(f".{name}."))
+
+
+def test_without_a_generation_config_the_end_is_the_configs(copy):
+    """neuron_config.json has it, which the library writes with an Infinity in it."""
+    assert "Infinity" in (copy / "neuron_config.json").read_text()
+    files = json.loads((copy / MANIFEST).read_text())["files"]
+    rewrite(copy, files={name: entry for name, entry in files.items() if name != "generation_config.json"})
+    assert open_artifact(copy, "cpu").eos_token_ids() == [3]
+
+
+@pytest.mark.parametrize("command", ["generate", "validate", "benchmark", "inspect_layers"])
+def test_every_command_that_loads_verifies_when_asked(command, copy, monkeypatch):
+    shard = copy / "weights/tp0_sharded_checkpoint.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-5] ^= 1
+    shard.write_bytes(content)
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import common
+
+    monkeypatch.setattr(common, "quiet", lambda: None)
+    prompt = ["1+1="] if command == "generate" else []
+    monkeypatch.setattr(sys, "argv", [command, str(copy), *prompt, "--verify"])
+    with pytest.raises(SmolLM3Error, match="tp0_sharded_checkpoint.safetensors: damaged"):
+        importlib.import_module(command).main()
+    open_artifact(copy, "cpu")  # which nothing else would tell
 
 
 def test_a_killed_compile_leaves_nothing_that_loads(tmp_path):

@@ -223,6 +223,20 @@ def test_a_chat_samples_as_the_checkpoint_asks(artifact, tmp_path):
     assert len(seeds) == 2 and answer("--temperature", "0") not in seeds
 
 
+@pytest.mark.parametrize(
+    "given, threads", [("2,4", 2), (" 3 ", 3), ("", None), ("abc", None), ("0", None), ("-1", None), ("9" * 5000, None)]
+)
+def test_threads_of_the_environment(given, threads, monkeypatch):
+    """A list has one for each level, and what is no number is left to the OpenMP library."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import os
+
+    from benchmark import threads_of_environment
+
+    monkeypatch.setenv("OMP_NUM_THREADS", given)
+    assert threads_of_environment() == (threads or os.cpu_count())
+
+
 def test_prompts_may_stand_behind_options(artifact):
     done = run("generate", artifact, "--device", "cpu", "--max-new-tokens", "4", "1+1=")
     assert done.returncode == 0 and done.stdout.startswith("1+1="), done.stderr
@@ -317,6 +331,33 @@ def test_validate_says_wrong(stale, tmp_path):
     done = run("validate", stale, "--max-new-tokens", 1)
     assert done.returncode == 1 and "verdict: wrong" in done.stdout, done.stdout + done.stderr
     refused(run("validate", stale, "--html", tmp_path / "no/page.html"), "no/page.html: no such folder")
+
+
+def test_a_damaged_reference_is_no_verdict(artifact, checkpoint, tmp_path):
+    weights = checkpoint / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1])
+    for script in ("validate", "inspect_layers"):
+        refused(run(script, artifact, "--model", checkpoint), "model.safetensors: not a whole safetensors file")
+    weights.write_bytes(whole)
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps({**config, "vocab_size": config["vocab_size"] + 1}))
+    refused(
+        run("validate", artifact, "--model", checkpoint), f"vocab_size is {config['vocab_size'] + 1}, the artifact's"
+    )
+
+
+def test_what_breaks_a_judge_is_no_verdict(capsys, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import common
+
+    def main():
+        raise RuntimeError("broken")
+
+    for code, options in ((2, {"failed": 2}), (1, {})):
+        with pytest.raises(SystemExit) as stopped:
+            common.run(main, **options)
+        assert stopped.value.code == code and "RuntimeError: broken" in capsys.readouterr().err
 
 
 def test_inspect_layers_finds_the_layer(artifact, stale):

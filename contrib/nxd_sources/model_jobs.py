@@ -105,7 +105,7 @@ def serve(model_cls, job, rank, out, make_ready):
     model = build(model_cls, job)
     make_ready(model)
     tokens = [[] for _ in job["prompts"]]
-    rests = job.get("rests", tokens)
+    rests = job.get("rests", [()] * len(tokens))
     model.reset()
     with torch.inference_mode():
         for step in range(max(map(sum, zip(job["comes"], job["stays"], map(len, rests))))):

@@ -5,6 +5,7 @@ An artifact is what NxD Inference's `compile` writes (neuron_config.json, model.
 and `artifact.json`, which says what it was made of, with which settings, by which versions and for which place.
 """
 
+import json
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +20,10 @@ from ..model.json_files import read_json
 from ..weights.digests import crc32, sha256
 from ..weights.files import SHARD_FILE
 from .compiled_graphs import load_graphs
-from .manifest import MANIFEST, check_settings, manifest_digest, read_manifest, versions
+from .manifest import MANIFEST, READ_BY_LIBRARY, check_settings, manifest_digest, read_manifest, versions
 from .settings import Settings
 from .signature import is_signed_here
-from .tokenizer import TEMPLATES, TOKENIZER_FILES, load_tokenizer
+from .tokenizer import GENERATION_CONFIG, TEMPLATES, TOKENIZER_FILES, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,12 @@ class Artifact:
     def adapter(self) -> str | None:
         """The folder of the PEFT adapter that was merged, or None."""
         return (self.manifest["model"].get("adapter") or {}).get("folder")
+
+    @property
+    def vocab_size(self) -> int:
+        """How many logits the model returns."""
+        # as the library writes it, with an Infinity that is no JSON; its digest was checked
+        return json.loads((self.path / "neuron_config.json").read_text(encoding="utf-8"))["vocab_size"]
 
     def load(self):
         """Returns the model, ready to generate; `ensure_neuronx` must have been called.
@@ -116,8 +123,7 @@ class Artifact:
 
     def generation_config(self) -> dict[str, Any]:
         """Returns the checkpoint's generation_config.json, or an empty dictionary where it had none."""
-        file = "generation_config.json"
-        return self._json(file) if self._has(file) else {}
+        return self._json(GENERATION_CONFIG) if self._has(GENERATION_CONFIG) else {}
 
     def eos_token_ids(self) -> list[int]:
         """Returns the end-of-sequence token ids of generation_config.json, or else of the config."""
@@ -128,7 +134,7 @@ class Artifact:
 
     def _json(self, file: str) -> dict[str, Any]:
         self._check_generation()
-        value = read_json(self.path / file, "compile again")
+        value = read_json(self.path / file, "compile again", any_number=file in READ_BY_LIBRARY)
         self._check_generation()
         if not isinstance(value, dict):
             raise SmolLM3Error(f"{self.path / file}: a JSON object is expected; compile again")

@@ -27,7 +27,7 @@ def read_call(text: str) -> dict[str, Any] | None:
     try:
         call = json.loads(text)
         name, arguments = call["name"], call.get("arguments", {})
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
         return None
     return {"name": name, "arguments": arguments} if isinstance(name, str) and isinstance(arguments, dict) else None
 
