@@ -10,11 +10,14 @@ import tempfile
 import time
 import traceback
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 try:
     from smollm3_neuron.errors import NotANumber, SmolLM3Error
     from smollm3_neuron.machine.device_errors import advice_on_error
+    from smollm3_neuron.machine.roofline import GB, Estimate, GiB, parameters
+    from smollm3_neuron.model.config import read_config
     from smollm3_neuron.model.json_files import parse_json
 except ModuleNotFoundError:
     sys.exit(
@@ -68,6 +71,24 @@ def quiet() -> None:
     warnings.simplefilter("ignore")
 
 
+def gigabytes(count: int) -> str:
+    return f"{count / GB:.3f} GB ({count / GiB:.3f} GiB)"
+
+
+def model_sizes(estimate: Estimate, stored: int | None = None) -> list[str]:
+    """What the model is on all cores together; `stored` are the bytes of the checkpoint's files, if there are any."""
+    count, tensors = parameters(estimate.config)
+    whole = replace(estimate, tp_degree=1)
+    checkpoint = f"{gigabytes(stored)} of files" if stored else f"{gigabytes(2 * count)} in bfloat16"
+    lines = [
+        f"{count:,} parameters in {tensors} tensors, {checkpoint}",
+        f"KV cache: {whole.kv_cache_per_token:,} bytes per token; activations are left out",
+    ]
+    if estimate.dtype == "float32":
+        lines.append("float32: NxD Inference gives the compiler --auto-cast=none, so that products stay in float32")
+    return lines
+
+
 def make_checkpoint(folder: Path, config: dict) -> int:
     """Writes random bfloat16 weights for this config.json, in two safetensors files with an index.
 
@@ -77,8 +98,8 @@ def make_checkpoint(folder: Path, config: dict) -> int:
     from safetensors.torch import save_file
 
     from smollm3_neuron.model.config import resolve_config
-    from smollm3_neuron.weights.checkpoint import expected_shapes
     from smollm3_neuron.weights.files import INDEX_FILE
+    from smollm3_neuron.weights.projections import expected_shapes
 
     shapes = list(expected_shapes(resolve_config(config)).items())
     weight_map = {}
@@ -101,6 +122,12 @@ def reference_folder(model: Path | None, artifact) -> Path:
     folder = model or Path(artifact.manifest["model"]["folder"])
     if not (folder / "config.json").is_file():
         raise SmolLM3Error(f"{folder}: the checkpoint is not there any more; pass it with --model FOLDER")
+    vocab_size = read_config(folder).vocab_size
+    if vocab_size != artifact.vocab_size:
+        raise SmolLM3Error(
+            f"{folder}: vocab_size is {vocab_size}, the artifact's {artifact.vocab_size}: their logits cannot be "
+            "compared; pass the checkpoint that it was compiled from"
+        )
     return folder
 
 
@@ -127,8 +154,11 @@ def check_outputs(*paths: Path | None) -> None:
             raise SmolLM3Error(f"{path}: cannot write there ({error.strerror}); name another file") from None
 
 
-def run(main) -> None:
-    """Runs a command; a mistake of the user is one line and exit code 2, an error of a device one line or advice."""
+def run(main, failed: int = 1) -> None:
+    """Runs a command; a mistake of the user is one line and exit code 2, an error of a device one line or advice.
+
+    `failed` is the exit code of any other failure: not 1 where that is a verdict.
+    """
     began = time.time()
     try:
         main()
@@ -142,7 +172,7 @@ def run(main) -> None:
         sys.exit(130)
     except BrokenPipeError:
         sys.stderr.close()
-        sys.exit(1)
+        sys.exit(failed)
     except Exception as error:
         advice = advice_on_error(error, began)
         if advice is not None:
@@ -154,6 +184,7 @@ def run(main) -> None:
             print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
             sys.exit(2)
         else:
-            raise
+            traceback.print_exception(error)
+            sys.exit(failed)
         print(f"error: {advice}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(failed)

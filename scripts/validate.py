@@ -17,9 +17,8 @@ import common
 import svg
 
 from smollm3_neuron.artifact.folder import Artifact, open_artifact
-from smollm3_neuron.errors import NotANumber, SmolLM3Error
+from smollm3_neuron.errors import NotANumber
 from smollm3_neuron.machine.preflight import choose_place
-from smollm3_neuron.model.json_files import read_json
 
 COLOURS = {"identical": "#1b9e77", "near tie": "#e6ab02", "wrong": "#d62728"}
 BINS = 40
@@ -60,32 +59,11 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def prompts_and_text(folder: Path) -> tuple[list[str], str]:
-    """Prompts and a text; a checkpoint of this repository brings its own, the held-out ones among them."""
-    from smollm3_neuron.check.validation import PROMPTS, TEXT
-
-    if not (folder / "prompts.json").is_file():
-        return list(PROMPTS), TEXT
-    own = read_json(folder / "prompts.json")
-    try:
-        held_out = [(entry["prompt"], entry["answer"]) for entry in own["held_out"]]
-        prompts = [*own["published"], *(prompt for prompt, _ in held_out)]
-        text = "\n".join(map("".join, held_out))
-    except (KeyError, TypeError):
-        prompts = [None]
-    if not all(isinstance(prompt, str) for prompt in prompts):
-        raise SmolLM3Error(
-            f"{folder / 'prompts.json'}: an object with published, a list of texts, and held_out, a list of objects "
-            "with prompt and answer, is expected; download it again, or remove it"
-        )
-    return prompts, text
-
-
 def judge(args: argparse.Namespace, artifact: Artifact, folder: Path, tokenizer):
     """Runs artifact and reference; the report. Where the artifact's logits are no numbers: says so, exit code 1."""
     import torch
 
-    from smollm3_neuron.check.validation import WRONG, Reference, make_cases, parse_tol_map, validate
+    from smollm3_neuron.check.validation import WRONG, Reference, make_cases, parse_tol_map, prompts_and_text, validate
 
     tol_map = common.json_object("--tol-map", args.tol_map or "null", '{"5": 0.01, "all": 0.05}')
     tol_map = None if tol_map is None else parse_tol_map(tol_map)
@@ -132,6 +110,7 @@ def summary(report, artifact: Artifact, max_new_tokens: int) -> list[str]:
     prompts, chats = report.cases_of("prompt"), report.cases_of("chat")
     errors = {name: max(max(judged.errors[name]) for judged in report.cases) for name in report.tol_map}
     error_texts = [f"top {name} {errors[name]:.1e} ({allowed:.1e})" for name, allowed in report.tol_map.items()]
+    passes = ", ".join(f"{count} in {dtype}" for dtype, count in report.passes.items())
     smallest_margin = min(min(judged.margins) for judged in prompts)
     return [
         f"verdict: {report.verdict}",
@@ -140,6 +119,7 @@ def summary(report, artifact: Artifact, max_new_tokens: int) -> list[str]:
         f"a tie may be {report.divergence_difference_tol:.1e} apart; {count_equal(chats)} chat prompts equal; "
         f"perplexity of a text {perplexity['model']:.5f}, transformers' {perplexity['transformers']:.5f}, "
         f"in the wider dtype {perplexity['exact']:.5f}",
+        f"passes over transformers' layers: {passes}",
         f"{count_equal(prompts)} prompts equal to transformers' ({artifact.place}, tp_degree {settings.tp_degree}, "
         f"{settings.torch_dtype}, {max_new_tokens} new tokens each, EOS barred); smallest margin between the two best "
         f"logits {smallest_margin:.3f}",
@@ -268,4 +248,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    common.run(main)
+    common.run(main, failed=2)

@@ -333,6 +333,33 @@ def test_validate_says_wrong(stale, tmp_path):
     refused(run("validate", stale, "--html", tmp_path / "no/page.html"), "no/page.html: no such folder")
 
 
+def test_a_damaged_reference_is_no_verdict(artifact, checkpoint, tmp_path):
+    weights = checkpoint / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1])
+    for script in ("validate", "inspect_layers"):
+        refused(run(script, artifact, "--model", checkpoint), "model.safetensors: not a whole safetensors file")
+    weights.write_bytes(whole)
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps({**config, "vocab_size": config["vocab_size"] + 1}))
+    refused(
+        run("validate", artifact, "--model", checkpoint), f"vocab_size is {config['vocab_size'] + 1}, the artifact's"
+    )
+
+
+def test_what_breaks_a_judge_is_no_verdict(capsys, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import common
+
+    def main():
+        raise RuntimeError("broken")
+
+    for code, options in ((2, {"failed": 2}), (1, {})):
+        with pytest.raises(SystemExit) as stopped:
+            common.run(main, **options)
+        assert stopped.value.code == code and "RuntimeError: broken" in capsys.readouterr().err
+
+
 def test_inspect_layers_finds_the_layer(artifact, stale):
     done = run("inspect_layers", artifact)
     assert done.returncode == 0 and "124 values of 8 layers agree" in done.stdout, done.stdout + done.stderr

@@ -140,15 +140,15 @@ OWN_TIERS = {"hlo", "emulator", "vllm"}
 
 
 def functions_with_a_clock(file: Path) -> list[str]:
-    """The functions of a test file that look at a clock, but for slow ones: those report what they measured."""
-    functions = [node for node in parsed(text(file)).body if isinstance(node, FUNCTIONS)]
+    """The tests of a file that look at a clock, but for slow ones: those report what they measured."""
+    functions = [node for node in parsed(text(file)).body if isinstance(node, FUNCTIONS) and node.name[:5] == "test_"]
     quick = [node for node in functions if not any("slow" in ast.unparse(mark) for mark in node.decorator_list)]
     return [f"{file}: {node.name}" for node in quick if CLOCKS & set(re.findall(r"\w+", ast.unparse(node)))]
 
 
 def test_no_test_depends_on_the_time_that_something_takes():
     files = [file for file in sources() if is_test(file) and not OWN_TIERS & set(file.parts)]
-    assert [fault for file in files if file != Path(__file__) for fault in functions_with_a_clock(file)] == []
+    assert [fault for file in files if file.name != "test_shape.py" for fault in functions_with_a_clock(file)] == []
 
 
 def test_a_clock_in_a_test_is_seen(tmp_path):

@@ -16,9 +16,9 @@ from safetensors import SafetensorError, safe_open
 from ..errors import SmolLM3Error
 from ..model.config import LARGEST_INTEGER, LARGEST_NUMBER, CheckpointConfig
 from ..model.json_files import read_json
-from .checkpoint import expected_shapes
 from .digests import sha256
 from .lazy_rows import MergedRows
+from .projections import expected_shapes
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # what these fields do is read here, shows in the tensors, or was over when training ended; any other must be unset
