@@ -112,7 +112,7 @@ def compare(release, checkpoints, out):
 
 
 def differences_of(files: list[str]) -> dict[str, dict]:
-    command = [lowering.LOWERS / "bin/python", "-m", "neuron_hlo.difference", *files]
+    command = [lowering.VENV / "bin/python", "-m", "neuron_hlo.difference", *files]
     environment = {**os.environ, "PYTHONPATH": str(CONTRIB)}
     return json.loads(subprocess.run(command, capture_output=True, text=True, env=environment, check=True).stdout)
 

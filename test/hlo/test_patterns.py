@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.hlo, pytest.mark.skipif(bool(lowering.missing()), reas
 def found(tmp_path_factory):
     out = tmp_path_factory.mktemp("patterns")
     lowering.call(
-        lowering.LOWERS / "bin/python",
+        lowering.VENV / "bin/python",
         [str(lowering.HERE / "broken_graphs.py"), str(out / "found.json")],
         out / "log",
         300,
