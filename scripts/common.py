@@ -3,6 +3,7 @@
 import argparse
 import json
 import logging
+import math
 import os
 import sys
 import tempfile
@@ -13,10 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 
 try:
-    from smollm3_neuron.errors import SmolLM3Error
+    from smollm3_neuron.errors import NotANumber, SmolLM3Error
     from smollm3_neuron.machine.device_errors import advice_on_error
     from smollm3_neuron.machine.roofline import GB, Estimate, GiB, parameters
     from smollm3_neuron.model.config import read_config
+    from smollm3_neuron.model.json_files import parse_json
 except ModuleNotFoundError:
     sys.exit(
         "smollm3_neuron is not installed: run `pip install -e .` in the checkout (on a Neuron machine with --no-deps)"
@@ -48,6 +50,21 @@ def add_device(parser: argparse._ActionsContainer, more: str = "") -> None:
     parser.add_argument("--device", default="auto", help=places)
 
 
+def add_verify(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument("--verify", action="store_true", help="read the weights' digests too before loading")
+
+
+def json_object(flag: str, text: str, example: str) -> dict | None:
+    """The value of a flag that takes a JSON object, or null."""
+    try:
+        value = parse_json(text)
+    except (ValueError, RecursionError):
+        value = text
+    if not isinstance(value, dict | None):
+        raise SmolLM3Error(f"{flag} is {text!r}, allowed is a JSON object like {example}, or null")
+    return value
+
+
 def quiet() -> None:
     """Keeps the libraries' warnings from a user: on the CPU they speak of devices and of what this project chose."""
     logging.disable(logging.WARNING)
@@ -72,8 +89,11 @@ def model_sizes(estimate: Estimate, stored: int | None = None) -> list[str]:
     return lines
 
 
-def make_checkpoint(folder: Path, config: dict) -> None:
-    """Writes random bfloat16 weights for this config.json, in two safetensors files with an index."""
+def make_checkpoint(folder: Path, config: dict) -> int:
+    """Writes random bfloat16 weights for this config.json, in two safetensors files with an index.
+
+    They are drawn as transformers does, with a standard deviation of 0.02, norms around 1. Returns how many they are.
+    """
     import torch
     from safetensors.torch import save_file
 
@@ -88,11 +108,13 @@ def make_checkpoint(folder: Path, config: dict) -> None:
         tensors = {}
         for name, shape in part:
             name = name if name.startswith("lm_head") else f"model.{name}"
-            tensors[name] = torch.empty(shape, dtype=torch.bfloat16).normal_(std=0.02)
+            mean = 1 if name.endswith("norm.weight") else 0
+            tensors[name] = torch.empty(shape, dtype=torch.bfloat16).normal_(mean, std=0.02)
         save_file(tensors, folder / file, {"format": "pt"})
         weight_map |= dict.fromkeys(tensors, file)
     (folder / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     (folder / "config.json").write_text(json.dumps(config))
+    return sum(math.prod(shape) for _, shape in shapes)
 
 
 def reference_folder(model: Path | None, artifact) -> Path:
@@ -143,6 +165,9 @@ def run(main, failed: int = 1) -> None:
     except SmolLM3Error as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except NotANumber as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:

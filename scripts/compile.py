@@ -129,6 +129,11 @@ def add_batching(group) -> None:
         "--ctx-batch-size", type=int, metavar="N", help="prompts encoded at once (default: 1 with continuous batching)"
     )
     group.add_argument(
+        "--apply-seq-ids-mask",
+        action="store_true",
+        help="a token step keeps the lines of requests that it leaves out, for 128 more positions of each line",
+    )
+    group.add_argument(
         "--is-prefix-caching", action="store_true", help="requests share what they begin with, in blocks of the cache"
     )
     group.add_argument(
@@ -172,25 +177,14 @@ def add_output(group) -> None:
 
 def settings_from(args: argparse.Namespace) -> Settings:
     """The artifact's settings: the arguments of the same names, and those that are named otherwise."""
-    sampling = json_object(getattr(args, "on_device_sampling_config", "null"))
+    given = getattr(args, "on_device_sampling_config", "null")
+    sampling = common.json_object("--on-device-sampling-config", given, '{"dynamic": true}')
     renamed = {"tp_degree": args.tp, "torch_dtype": args.dtype, "on_device_sampling_config": sampling}
     same = {field.name: getattr(args, field.name) for field in fields(Settings) if field.name not in renamed}
     settings = Settings(**same, **renamed)
     if args.for_vllm:
         settings = settings_of_server(settings, sampling_given="on_device_sampling_config" in args)
     return settings
-
-
-def json_object(text: str) -> dict | None:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = text
-    if not isinstance(value, dict | None):
-        raise SmolLM3Error(
-            f'--on-device-sampling-config is {text!r}, allowed is a JSON object like {{"dynamic": true}}, or null'
-        )
-    return value
 
 
 def check_args(args: argparse.Namespace) -> None:

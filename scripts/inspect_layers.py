@@ -21,7 +21,9 @@ import common
 from smollm3_neuron.artifact.build import build_config
 from smollm3_neuron.artifact.folder import Artifact, open_artifact
 from smollm3_neuron.errors import SmolLM3Error
+from smollm3_neuron.generate.chat import encode
 from smollm3_neuron.machine.preflight import choose_place
+from smollm3_neuron.machine.runtime import emulated_devices
 from smollm3_neuron.model.config import read_config
 
 CONTRIB = Path(__file__).resolve().parents[1] / "contrib"
@@ -41,6 +43,7 @@ def parse_args() -> argparse.Namespace:
     )
     place = parser.add_argument_group("where it runs and what is written")
     common.add_device(place)
+    common.add_verify(place)
     place.add_argument(
         "--nxd-source",
         metavar="NXD_SRC:NXDI_SRC",
@@ -109,15 +112,27 @@ def on_sources(artifact: Artifact, nxd_source: str):
     return app, None
 
 
-def open_for_inspection(args: argparse.Namespace) -> Artifact:
-    place = "cpu" if args.nxd_source else choose_place(args.device)
-    if place != "cpu":
+def check_inspectable(place: str) -> None:
+    """SmolLM3Error where the artifact's graphs cannot be looked into."""
+    ways = {
+        "neuron": "run it in an environment without the SDK, on an artifact of the same checkpoint for the CPU",
+        "emulated": "give --nxd-source, by which the model code runs on the library's sources with this artifact's "
+        "checkpoint and settings",
+    }
+    if place in ways:
         raise SmolLM3Error(
             "inspect_layers.py cannot look into a device: NxD Inference 0.7 and 0.8 capture no tensors of a text "
-            "model; use --bisect, or run it in an environment without the SDK, on an artifact of the same checkpoint "
-            "for the CPU"
+            f"model; use --bisect, or {ways[place]}"
         )
-    artifact = open_artifact(args.artifact, place)
+
+
+def open_for_inspection(args: argparse.Namespace) -> Artifact:
+    if args.nxd_source:
+        place = "emulated" if emulated_devices() else "cpu"
+    else:
+        place = choose_place(args.device)
+        check_inspectable(place)
+    artifact = open_artifact(args.artifact, place, verify=args.verify)
     common.note_foreign_code(artifact)
     if args.nxd_source and artifact.adapter:
         raise SmolLM3Error(f"--nxd-source, but {artifact.adapter} is merged into the artifact: leave --nxd-source out")
@@ -125,7 +140,7 @@ def open_for_inspection(args: argparse.Namespace) -> Artifact:
 
 
 def prompt_tokens(artifact: Artifact, prompt: str) -> list[int]:
-    tokens = artifact.tokenizer()(prompt)["input_ids"]
+    (tokens,) = encode(artifact.tokenizer(), [prompt])
     if not 3 <= len(tokens) <= artifact.settings.max_context_length:
         raise SmolLM3Error(
             f"--prompt has {len(tokens)} tokens, allowed are 3 to {artifact.settings.max_context_length}"

@@ -17,6 +17,7 @@ import common
 from smollm3_neuron.artifact.settings import Settings
 from smollm3_neuron.errors import SmolLM3Error
 from smollm3_neuron.machine.expectations import FIGURES, PUBLISHED_PORT, Expectation
+from smollm3_neuron.machine.locate import local_model
 from smollm3_neuron.machine.roofline import (
     GB,
     HBM_PER_CORE,
@@ -36,7 +37,7 @@ SHARDING_MEMORY = 1 * GB  # of the streaming sharder, at most; tools/bench_shard
 def parse_args() -> argparse.Namespace:
     parser = common.Parser(__doc__)
     inputs = parser.add_argument_group("the model and the machine")
-    inputs.add_argument("--model", type=Path, help="checkpoint folder (default: the shape of SmolLM3-3B)")
+    inputs.add_argument("--model", help="checkpoint folder or 'tiny' (default: the shape of SmolLM3-3B)")
     inputs.add_argument(
         "--instance", default="trn1.2xlarge", help=f"one of {', '.join(INSTANCES)} (default: %(default)s)"
     )
@@ -45,6 +46,7 @@ def parse_args() -> argparse.Namespace:
     shape.add_argument("--seq-len", type=int, metavar="N", default=Settings.seq_len, help="default: %(default)s")
     shape.add_argument("--batch-size", type=int, metavar="N", default=Settings.batch_size, help="default: %(default)s")
     shape.add_argument("--dtype", default=Settings.torch_dtype, help="default: %(default)s")
+    shape.add_argument("--apply-seq-ids-mask", action="store_true", help="as compile.py's")
     shape.add_argument("--pad-intermediate", type=int, metavar="N", help="as compile.py's")
     shape.add_argument("--quantized", action="store_true", help="8-bit weights, as compile.py's")
     outputs = parser.add_argument_group("what is written")
@@ -171,7 +173,7 @@ def plot(estimates: list[Estimate], instance: str, path: Path) -> None:
         one.grid(alpha=0.3)
         one.legend()
     try:
-        figure.savefig(path)
+        figure.savefig(path, format=path.suffix[1:] or "png")  # left to itself it would write another file
     except (OSError, ValueError) as error:
         raise SmolLM3Error(f"{path}: cannot be written ({error}); pass a FILE.png") from None
 
@@ -180,25 +182,22 @@ def estimates_for(args: argparse.Namespace) -> list[Estimate]:
     """One estimate per TP degree; SmolLM3Error for an instance, degree, dtype or shape that is not allowed."""
     if args.instance not in INSTANCES:
         raise SmolLM3Error(f"instance is {args.instance!r}, known are {', '.join(INSTANCES)}")
-    config = read_config(args.model) if args.model else resolve_config(SMOLLM3_3B)
+    config = resolve_config(SMOLLM3_3B) if args.model is None else read_config(local_model(args.model)[0])
     if args.tp is not None:
         check_tp_degree(args.instance, args.tp)
     if args.dtype not in MODEL_DTYPES:
         raise SmolLM3Error(f"dtype is {args.dtype!r}, allowed is one of {', '.join(MODEL_DTYPES)}")
     estimates = []
     for tp_degree in (args.tp,) if args.tp is not None else INSTANCES[args.instance].tp_degrees:
+        mask = args.apply_seq_ids_mask
         settings = Settings(
-            tp_degree,
-            args.batch_size,
-            args.seq_len,
-            None,
-            args.dtype,
-            padded_intermediate_size=args.pad_intermediate,
-            quantized=args.quantized,
-        ).checked(config)
+            tp_degree, args.batch_size, args.seq_len, None, args.dtype, padded_intermediate_size=args.pad_intermediate,
+            is_continuous_batching=mask, apply_seq_ids_mask=mask, quantized=args.quantized,
+        ).checked(config)  # fmt: skip
         sizes = settings.seq_len, settings.batch_size, settings.torch_dtype
         quantized = settings if args.quantized else None
-        estimates.append(Estimate(config.padded(settings), tp_degree, *sizes, quantized=quantized))
+        estimate = Estimate(config.padded(settings), tp_degree, *sizes, quantized=quantized, apply_seq_ids_mask=mask)
+        estimates.append(estimate)
     return estimates
 
 
@@ -219,6 +218,7 @@ def print_plans(args: argparse.Namespace, estimates: list[Estimate], plans: list
 
 def main() -> None:
     args = parse_args()
+    common.check_outputs(args.plot)
     estimates = estimates_for(args)
     plans = [as_dict(estimate, args.instance) for estimate in estimates]
     if args.plot:

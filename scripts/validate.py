@@ -17,6 +17,7 @@ import common
 import svg
 
 from smollm3_neuron.artifact.folder import Artifact, open_artifact
+from smollm3_neuron.errors import NotANumber
 from smollm3_neuron.machine.preflight import choose_place
 
 COLOURS = {"identical": "#1b9e77", "near tie": "#e6ab02", "wrong": "#d62728"}
@@ -35,10 +36,10 @@ def parse_args() -> argparse.Namespace:
         "--tp", type=int, metavar="N", help="refuse an artifact made for another tensor-parallel degree"
     )
     common.add_device(inputs)
+    common.add_verify(inputs)
     limits = parser.add_argument_group("what is allowed")
     limits.add_argument(
         "--tol-map",
-        type=json.loads,
         metavar="JSON",
         help="logit errors by top-k as shares of the largest logit, "
         '{"5": 0.01, "50": 0.02, "1000": 0.03, "all": 0.05} '
@@ -63,9 +64,9 @@ def judge(args: argparse.Namespace, artifact: Artifact, folder: Path, tokenizer)
     import torch
 
     from smollm3_neuron.check.validation import WRONG, Reference, make_cases, parse_tol_map, prompts_and_text, validate
-    from smollm3_neuron.generate.generation import NotANumber
 
-    tol_map = None if args.tol_map is None else parse_tol_map(args.tol_map)
+    tol_map = common.json_object("--tol-map", args.tol_map or "null", '{"5": 0.01, "all": 0.05}')
+    tol_map = None if tol_map is None else parse_tol_map(tol_map)
     settings = artifact.settings
     texts = prompts_and_text(folder)
     cases, left_out = make_cases(tokenizer, *texts, settings.max_context_length, settings.seq_len)
@@ -221,7 +222,7 @@ def page(report, provenance: dict, lines: list[str], tokenizer) -> str:
 def main() -> None:
     args = parse_args()
     common.check_outputs(args.json, args.html)
-    artifact = open_artifact(args.artifact, choose_place(args.device), tp_degree=args.tp)
+    artifact = open_artifact(args.artifact, choose_place(args.device), tp_degree=args.tp, verify=args.verify)
     common.note_foreign_code(artifact)
     if artifact.place == "cpu":
         common.quiet()

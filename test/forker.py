@@ -8,25 +8,18 @@ import json
 import os
 import signal
 import sys
-import warnings
 from pathlib import Path
 
-os.environ["OMP_NUM_THREADS"] = "1"
-warnings.simplefilter("ignore")
+import warm  # noqa: F401
 
 from smollm3_neuron.machine.runtime import ensure_neuronx
 
 ensure_neuronx()
 
-import transformers
-
 from smollm3_neuron.artifact.build import Callbacks, build_config, compile_artifact
 from smollm3_neuron.artifact.settings import Settings
 from smollm3_neuron.errors import SmolLM3Error
 from smollm3_neuron.machine.locate import tiny_folder
-
-for name in ("SmolLM3ForCausalLM", "AutoTokenizer"):
-    getattr(transformers, name)  # each child would import it again
 
 
 def child(case: dict) -> None:

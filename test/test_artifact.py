@@ -1,15 +1,19 @@
 """An artifact is whole or is not there: killed, damaged, starved, denied, made for something else."""
 
 import contextlib
+import importlib
 import json
+import os
 import random
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 from manifests import rewrite
+from places import ROOT
 
 from smollm3_neuron.artifact import staging
 from smollm3_neuron.artifact.build import Callbacks, compile_artifact
@@ -48,6 +52,31 @@ def fork(tmp_path: Path, cases: list[dict]) -> list[dict]:
 
 def left_behind(folder: Path, name: str) -> list[str]:
     return sorted(p.name for p in folder.iterdir() if p.name.startswith(f".{name}."))
+
+
+def test_without_a_generation_config_the_end_is_the_configs(copy):
+    """neuron_config.json has it, which the library writes with an Infinity in it."""
+    assert "Infinity" in (copy / "neuron_config.json").read_text()
+    files = json.loads((copy / MANIFEST).read_text())["files"]
+    rewrite(copy, files={name: entry for name, entry in files.items() if name != "generation_config.json"})
+    assert open_artifact(copy, "cpu").eos_token_ids() == [3]
+
+
+@pytest.mark.parametrize("command", ["generate", "validate", "benchmark", "inspect_layers"])
+def test_every_command_that_loads_verifies_when_asked(command, copy, monkeypatch):
+    shard = copy / "weights/tp0_sharded_checkpoint.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-5] ^= 1
+    shard.write_bytes(content)
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import common
+
+    monkeypatch.setattr(common, "quiet", lambda: None)
+    prompt = ["1+1="] if command == "generate" else []
+    monkeypatch.setattr(sys, "argv", [command, str(copy), *prompt, "--verify"])
+    with pytest.raises(SmolLM3Error, match="tp0_sharded_checkpoint.safetensors: damaged"):
+        importlib.import_module(command).main()
+    open_artifact(copy, "cpu")  # which nothing else would tell
 
 
 def test_a_killed_compile_leaves_nothing_that_loads(tmp_path):
@@ -100,6 +129,16 @@ def test_a_truncated_or_missing_file_is_named(good, tmp_path):
             shutil.rmtree(folder)
 
 
+def test_the_weights_of_another_rank_are_named(copy):
+    """The files of two ranks have one size and one header: nothing but their own rank tells them apart unread."""
+    shards = [copy / f"weights/tp{rank}_sharded_checkpoint.safetensors" for rank in (0, 1)]
+    first, second = (shard.read_bytes() for shard in shards)
+    shards[0].write_bytes(second)
+    shards[1].write_bytes(first)
+    with pytest.raises(SmolLM3Error, match="tp0_.*: the weights of rank 1 are in it, not those of rank 0; compile"):
+        open_artifact(copy, "cpu")
+
+
 def test_a_flipped_byte_is_caught(good, copy):
     place = random.Random(2)
     for name in files_of(good):
@@ -111,10 +150,11 @@ def test_a_flipped_byte_is_caught(good, copy):
             with pytest.raises(SmolLM3Error, match="damaged|bytes|format"):
                 open_artifact(copy, "cpu")
             flip(file, offset)
-        if size > header:  # the weights themselves: only --verify reads them
-            for offset in {header, size - 1, *(place.randrange(header, size) for _ in range(5))}:
+        if size > header:  # the weights themselves: only --verify reads them, but for the rank, which is the last
+            for offset in {header, size - 1, *(place.randrange(header, size - 4) for _ in range(5))}:
                 flip(file, offset)
-                open_artifact(copy, "cpu")
+                with pytest.raises(SmolLM3Error, match="damaged") if offset == size - 1 else contextlib.nullcontext():
+                    open_artifact(copy, "cpu")
                 with pytest.raises(SmolLM3Error, match=f"{file.name}: damaged"):
                     open_artifact(copy, "cpu", verify=True)
                 flip(file, offset)
@@ -207,19 +247,23 @@ def small_disk(folder: Path, size: str):
         subprocess.run(["umount", folder], check=True)
 
 
-@pytest.mark.parametrize("size", ["64k", "900k", "4m", "9m"])
-def test_a_full_disk_is_one_clear_line(tmp_path, size):
-    with small_disk(tmp_path / "disk", size) as disk:
-        (result,) = fork(tmp_path, [{"output": str(disk / "tiny"), "settings": SETTINGS}])
-        assert result["status"] == 2 and "No space left on device" in result["said"] and "\n" not in result["said"]
-        assert list(disk.iterdir()) == []
+def test_a_full_disk_is_one_clear_line(tmp_path):
+    with contextlib.ExitStack() as stack:
+        disks = [stack.enter_context(small_disk(tmp_path / size, size)) for size in ("64k", "900k", "4m", "9m")]
+        for result in fork(tmp_path, [{"output": str(disk / "tiny"), "settings": SETTINGS} for disk in disks]):
+            assert result["status"] == 2 and "No space left on device" in result["said"] and "\n" not in result["said"]
+        assert [list(disk.iterdir()) for disk in disks] == [[]] * 4
 
 
-def test_without_permission_nothing_is_written(copy, tmp_path):
-    locked = tmp_path / "locked"
-    locked.mkdir(mode=0o755)
-    for folder in (tmp_path, *list(tmp_path.parents)[:3]):
-        folder.chmod(folder.stat().st_mode | 0o055)
+@pytest.fixture
+def locked():
+    """A folder that everybody can read: pytest takes that right away from its own ones whenever it starts."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        yield Path(folder)
+
+
+def test_without_permission_nothing_is_written(locked, tmp_path):
     nobody = 65534
     cases = [
         {"output": str(locked / "tiny"), "settings": SETTINGS, "uid": nobody},

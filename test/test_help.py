@@ -1,11 +1,13 @@
 """`--help` of the users' commands: it begins with an example that works, and its flags stand in groups."""
 
-import os
 import re
+import shlex
 import subprocess
 import sys
+from functools import cache
 
 import pytest
+from commands import run
 from places import ROOT
 
 SCRIPTS = ROOT / "scripts"
@@ -16,12 +18,14 @@ WITH_A_FILE = ["import_checkpoint"]
 HELPERS = {"common", "engines", "svg"}
 
 
-def run(command: str, folder) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    command = re.sub("^python ", f"{sys.executable} ", command)
-    return subprocess.run(
-        ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=500
+@cache
+def help_of(command: str) -> str:
+    """What `python scripts/COMMAND.py --help` prints, in a process of its own as its user starts it."""
+    done = subprocess.run(
+        [sys.executable, SCRIPTS / f"{command}.py", "--help"], capture_output=True, text=True, timeout=500
     )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -37,28 +41,26 @@ def test_every_command_is_tested():
 
 
 @pytest.mark.parametrize("command", COMMANDS + WITH_A_FILE)
-def test_help(command, folder):
-    done = run(f"python scripts/{command}.py --help", folder)
-    assert done.returncode == 0, done.stderr
-    example, *lines = done.stdout.splitlines()
+def test_help(command):
+    example, *lines = help_of(command).splitlines()
     assert example.startswith(f"example: python scripts/{command}.py ")
     titles = [line for line in lines if re.fullmatch(r"[^ ].*:", line)]
     own = [title for title in titles if title not in ("options:", "positional arguments:")]
     assert own or command in WITH_A_FILE, "no group of flags has a title of its own"
-    ungrouped = done.stdout.split("\noptions:\n")[1].split("\n\n")[0]
+    ungrouped = help_of(command).split("\noptions:\n")[1].split("\n\n")[0]
     assert re.findall(r"--[a-z-]+", ungrouped) == ["--help"], ungrouped
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_example(command, folder):
-    example = run(f"python scripts/{command}.py --help", folder).stdout.splitlines()[0].removeprefix("example: ")
-    done = run(example, folder)
+    python, script, *args = shlex.split(help_of(command).splitlines()[0].removeprefix("example: "))
+    done = run(folder / script, *args, cwd=folder, timeout=500, HF_HUB_OFFLINE="1")
     assert done.returncode == 0 and done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
 
 
 def test_accept_sh_has_its_example():
     """test_accept.py runs accept.sh with the very arguments, but for the folder of results."""
-    help_text = run("bash scripts/accept.sh --help", ROOT).stdout
+    help_text = subprocess.run(["bash", SCRIPTS / "accept.sh", "--help"], capture_output=True, text=True).stdout
     assert help_text.startswith(
         "example: scripts/accept.sh --device cpu --model tiny --tp 1 --seq-len 64 --dtype float32\n"
     )

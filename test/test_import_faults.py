@@ -12,6 +12,7 @@ import msgpack
 import numpy as np
 import pytest
 import torch
+from commands import run as run_command
 from places import ROOT, TINY
 from safetensors.torch import load_file
 
@@ -201,8 +202,7 @@ def test_a_config_of_another_model_beside_a_gguf_file(tmp_path):
 
 
 def run(script: str, *args) -> subprocess.CompletedProcess:
-    command = [sys.executable, ROOT / f"scripts/{script}.py", *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+    return run_command(ROOT / f"scripts/{script}.py", *args)
 
 
 def test_the_command(tmp_path):

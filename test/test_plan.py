@@ -2,15 +2,14 @@
 
 import json
 import subprocess
-import sys
 
 import pytest
+from commands import run as run_command
 from places import ROOT
 
 
 def plan(*args) -> subprocess.CompletedProcess:
-    command = [sys.executable, ROOT / "scripts/plan.py", *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return run_command(ROOT / "scripts/plan.py", *args)
 
 
 def test_json_has_a_plan_per_degree_and_the_sources_of_what_is_expected():
@@ -24,6 +23,8 @@ def test_json_has_a_plan_per_degree_and_the_sources_of_what_is_expected():
 
 
 def test_it_prints_what_to_expect_beside_the_published_port(tmp_path):
+    done = plan("--plot", tmp_path / "plan.png", "--model", "tiny", "--tp", 2)
+    assert done.returncode == 0 and list(tmp_path.iterdir()) == [tmp_path / "plan.png"], done.stderr
     done = plan("--plot", tmp_path / "plan.png")
     assert done.returncode == 0 and (tmp_path / "plan.png").read_bytes()[:4] == b"\x89PNG", done.stderr
     assert "read per decode step" in done.stdout
@@ -57,7 +58,10 @@ def test_8_bit_weights_and_float32():
         (["--instance", "p5.48xlarge"], ["instance is 'p5.48xlarge'", "trn1.2xlarge"]),
         (["--tp", "4"], ["tp_degree is 4, trn1.2xlarge takes 1, 2"]),
         (["--dtype", "int4"], ["dtype is 'int4'"]),
-        (["--plot", "no/such/folder/plan.png"], ["cannot be written"]),
+        (["--plot", "no/such/folder/plan.png"], ["no/such/folder/plan.png: no such folder"]),
+        (["--plot", "."], [".: a folder; name a file"]),
+        (["--model", "/dev/null"], ["/dev/null: no such folder", "'tiny'"]),
+        (["--model", "~nobodyx/a"], ["~nobodyx/a: Could not determine home directory"]),
     ],
 )
 def test_what_it_refuses(args, parts):

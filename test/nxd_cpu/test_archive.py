@@ -156,3 +156,13 @@ def test_a_file_of_graphs_says_so(archive, tmp_path):
     with pytest.raises(ValueError, match="model.pt cannot be loaded .* example inputs, which torch would unpickle"):
         load_graphs(path)
     assert not (tmp_path / "ran").exists()
+
+
+def test_the_type_hints_that_are_kept_end_with_the_load(archive):
+    import typing
+
+    read = typing.get_type_hints
+    load_program(archive)
+    with pytest.raises(ValueError):
+        load_program(archive[:-100])
+    assert typing.get_type_hints is read

@@ -6,13 +6,19 @@ sizes and call whatever function a node names. So the archive is checked and wri
 program's JSON, which may call operators only, and plain tensors.
 """
 
+import functools
 import io
 import json
 import re
+import threading
+import typing
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._export.serde import schema
 from torch.export import ExportedProgram
 
 _MEMBERS = re.compile(
@@ -34,6 +40,7 @@ _KINDS = {
     "as_none", "as_optional_tensor", "as_optional_tensors", "as_scalar_type", "as_string", "as_tensor", "as_tensors",
 }  # fmt: skip
 _EMPTY = ("metadata", "guards_code", "range_constraints", "treespec_namedtuple_fields")  # torch imports what they name
+_LOADING = threading.Lock()
 _SPECS, _SPEC_TYPES = ("in_spec", "out_spec"), (None, "builtins.tuple", "builtins.list", "builtins.dict")
 
 
@@ -50,7 +57,26 @@ def load_program(archive: bytes) -> ExportedProgram:
     except (zipfile.BadZipFile, NotImplementedError, RecursionError) as error:
         raise ValueError(f"its archive is damaged: {error}") from error
     safe.seek(0)
-    return torch.export.load(safe)
+    with _LOADING, _hints_read_once():
+        return torch.export.load(safe)
+
+
+@contextmanager
+def _hints_read_once() -> Iterator[None]:
+    """Keeps the type hints of torch's schema: torch's loader reads them again for every node, half of its time."""
+    read = typing.get_type_hints
+    of_schema = functools.cache(lambda cls: read(cls, globalns=vars(schema)))
+
+    def get_type_hints(obj: Any, globalns: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        if globalns is vars(schema) and not args and not kwargs:
+            return of_schema(obj)
+        return read(obj, globalns, *args, **kwargs)
+
+    typing.get_type_hints = get_type_hints
+    try:
+        yield
+    finally:
+        typing.get_type_hints = read
 
 
 def _checked_member(name: str, content: bytes) -> bytes:

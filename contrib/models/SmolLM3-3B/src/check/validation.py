@@ -9,7 +9,6 @@ tie (`divergence_difference_tol`).
 """
 
 import functools
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ import torch
 
 from ..errors import SmolLM3Error
 from ..generate.generation import Generated, generate
+from ..model.json_files import read_json
 from .reference import PUBLISHED_PROMPTS, token_match
 from .streamed_reference import Reference, best_of
 
@@ -164,12 +164,25 @@ class Report:
 
 
 def prompts_and_text(folder: Path) -> tuple[list[str], str]:
-    """Returns prompts and a text; a checkpoint with a `prompts.json` brings its own, the held-out ones among them."""
+    """Returns prompts and a text; a checkpoint with a `prompts.json` brings its own, the held-out ones among them.
+
+    Raises SmolLM3Error for such a file that is not like that.
+    """
     if not (folder / "prompts.json").is_file():
         return list(PROMPTS), TEXT
-    own = json.loads((folder / "prompts.json").read_text())
-    held_out = [(entry["prompt"], entry["answer"]) for entry in own["held_out"]]
-    return [*own["published"], *(prompt for prompt, _ in held_out)], "\n".join(map("".join, held_out))
+    own = read_json(folder / "prompts.json")
+    try:
+        held_out = [(entry["prompt"], entry["answer"]) for entry in own["held_out"]]
+        prompts = [*own["published"], *(prompt for prompt, _ in held_out)]
+        text = "\n".join(map("".join, held_out))
+    except (KeyError, TypeError):
+        prompts = [None]
+    if not all(isinstance(prompt, str) for prompt in prompts):
+        raise SmolLM3Error(
+            f"{folder / 'prompts.json'}: an object with published, a list of texts, and held_out, a list of objects "
+            "with prompt and answer, is expected; download it again, or remove it"
+        )
+    return prompts, text
 
 
 def make_cases(

@@ -21,6 +21,7 @@ GB, GiB = 10**9, 1 << 30
 HBM_PER_CORE = 16 * GB
 HBM_BANDWIDTH = 410 * GB  # bytes per second and core: a chip's 820 GB/s over its two cores
 FLOPS = 95 * 10**12  # dense bfloat16 per second and core
+MASKED_POSITIONS = 128  # more of each line of the cache with apply_seq_ids_mask: what is left out is written there
 RESERVED_PER_CORE = 1 * GB  # kept free for the runtime, the graphs' code and scratch: a guess
 
 
@@ -79,6 +80,8 @@ class Estimate:
     """windowed_context_encoding_size; None: a prompt is encoded whole."""
     quantized: Any = None
     """The settings of 8-bit weights, an artifact's Settings or a NeuronConfig; None: all are in `dtype`."""
+    apply_seq_ids_mask: bool = False
+    """Whether the caches have the positions of that switch."""
 
     @property
     def plan(self) -> ShardingPlan:
@@ -141,7 +144,11 @@ class Estimate:
     @property
     def kv_cache(self) -> int:
         """Bytes of the caches of the whole batch."""
-        return self.kv_cache_per_token * self.seq_len * self.batch_size
+        return self.kv_cache_per_token * (self.seq_len + self._masked_positions) * self.batch_size
+
+    @property
+    def _masked_positions(self) -> int:
+        return MASKED_POSITIONS if self.apply_seq_ids_mask else 0
 
     @property
     def logits(self) -> int:
@@ -168,18 +175,21 @@ class Estimate:
     def largest_batch(self, seq_len: int) -> int:
         """Returns the largest batch size that fits with sequences of `seq_len`, or 0."""
         free = HBM_PER_CORE - RESERVED_PER_CORE - self.weights
-        return max(0, free // (self.kv_cache_per_token * seq_len + self.logits // self.batch_size))
+        line = self.kv_cache_per_token * (seq_len + self._masked_positions)
+        return max(0, free // (line + self.logits // self.batch_size))
 
     def largest_seq_len(self, batch_size: int) -> int:
         """Returns the longest seq_len that fits with so many sequences, up to the model's positions, or 0."""
         free = HBM_PER_CORE - RESERVED_PER_CORE - self.weights - self.logits // self.batch_size * batch_size
-        return max(0, min(self.config.longest_sequence, free // (self.kv_cache_per_token * batch_size)))
+        positions = free // (self.kv_cache_per_token * batch_size) - self._masked_positions
+        return max(0, min(self.config.longest_sequence, positions))
 
     @property
     def decode_bytes(self) -> int:
         """Bytes that a step with full caches reads: all weights but the embedding table, of that its rows, K and V."""
         weights = self._bytes(but=("embed_tokens",))
-        return weights + self._embedding_bytes(self.batch_size) + self.kv_cache
+        caches = self.kv_cache_per_token * self.seq_len * self.batch_size
+        return weights + self._embedding_bytes(self.batch_size) + caches
 
     @property
     def prefill_bytes(self) -> int:

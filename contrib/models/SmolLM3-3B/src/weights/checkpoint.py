@@ -7,6 +7,7 @@ beside tied embeddings, fuses QKV, expands KV heads for CONVERT_TO_MHA, and adds
 """
 
 import logging
+import os
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ def checkpoint_files(folder: str | Path) -> dict[str, Path]:
     """
     folder = Path(folder)
     index = folder / INDEX_FILE
-    if index.is_file():
+    if os.path.lexists(index):
         content = read_json(index, "download the file again")
         try:
             weight_map = content["weight_map"]
