@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets up .venv-emulator: a thin environment over .venv-hlo that looks like the Neuron SDK's, see README.md. Needs g++.
 # `make emulator-venv` calls it in the checkout's root, after `make hlo-venv`. With "vllm-0.13" or "vllm-0.16":
-# .venv-emulator-vllm-0.13, for vllm-neuron 0.4.1 of SDK 2.28, or .venv-emulator-vllm-0.16, for 0.5.0; 300 MB each.
+# .venv-emulator-vllm-0.13, for vllm-neuron 0.4.1 of SDK 2.28, or .venv-emulator-vllm-0.16, for 0.5.0; 300 and 500 MB.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 hlo=.venv-hlo/bin/python venv=.venv-emulator${1:+-$1}

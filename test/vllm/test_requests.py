@@ -24,6 +24,7 @@ from test_chat_property import OF_3B, Conversation
 pytestmark = pytest.mark.vllm
 VLLM = ("0.11", "0.13")
 HOST = {"tp_degree": 1, "batch_size": 4, "seq_len": 1024, "torch_dtype": "float32"}
+CASES = 500
 THOUGHTS = ("reasoning", "reasoning_content")
 IS_0_11 = (vllm_version() or "").startswith("0.11.")
 
@@ -91,11 +92,10 @@ def as_vllm_reads(message: dict) -> dict:
     return {**message, "content": content}
 
 
-@pytest.mark.parametrize("cases", [500])
-def test_nothing_that_was_given_is_lost(served, tokenizer, cases):
+def test_nothing_that_was_given_is_lost(served, tokenizer):
     """A request is refused with a reason, or its prompt holds every piece once and is what chat.render makes of it."""
     outcomes = {"refused by the template": 0, "refused by vLLM": 0, "rendered": 0, "answered": 0}
-    for seed in range(cases):
+    for seed in range(CASES):
         conversation = Conversation(seed)
         body = as_sent(conversation, seed)
         code, answer = post(served.url.replace("/v1", "/tokenize"), {"model": served.model, **body})
@@ -116,10 +116,9 @@ def test_nothing_that_was_given_is_lost(served, tokenizer, cases):
             piece: int(piece not in lost) for piece in conversation.pieces
         }, seed
         outcomes["rendered"] += 1
-        if seed % 25 == 0 and len(answer["tokens"]) < HOST["seq_len"]:
+        if seed % 10 == 0 and len(answer["tokens"]) < HOST["seq_len"]:
             more = {"model": served.model, "max_tokens": 1, "return_token_ids": True}
             code, answered = post(f"{served.url}/chat/completions", {**body, **more})
             assert code == 200 and answered["prompt_token_ids"] == answer["tokens"], (seed, answered)
             outcomes["answered"] += 1
-    assert outcomes["rendered"] > cases / 3 and min(outcomes.values()) > cases / 100, outcomes
-    print(outcomes)
+    assert outcomes["rendered"] > CASES / 3 and min(outcomes.values()) > CASES / 50, outcomes

@@ -22,6 +22,7 @@ from torch.export.graph_signature import InputKind
 from torch.func import functional_call
 
 from neuronx_distributed_inference._archive import load_program
+from neuronx_distributed_inference._products import widen_products
 
 _MANIFEST = "nxd_cpu.json"
 _FORMAT = 1
@@ -90,7 +91,9 @@ def save_graphs(graphs: Sequence[Graph], path: str) -> None:
 
 
 def load_graphs(path: str) -> list[Graph]:
-    """FileNotFoundError or ValueError, naming the file, if it is not there or not what `save_graphs` wrote."""
+    """The graphs, with products as this CPU computes them best; the file has them for any.
+
+    FileNotFoundError or ValueError, naming the file, if it is not there or not what `save_graphs` wrote."""
     if not os.path.isfile(path):
         raise FileNotFoundError(f"no compiled model at {path}")
     try:
@@ -108,6 +111,8 @@ def load_graphs(path: str) -> list[Graph]:
     except Exception as error:  # whatever torch's own loader stumbles over
         compiled = f"compiled with torch {manifest['torch']}, this is {torch.__version__}"
         raise ValueError(f"{path} cannot be loaded ({compiled}): {error}") from error
+    for program in programs:
+        widen_products(program.graph_module)
     return [Graph(e["tag"], e["bucket"], e["state_names"], p) for e, p in zip(manifest["graphs"], programs)]
 
 

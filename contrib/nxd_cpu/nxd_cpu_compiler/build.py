@@ -5,18 +5,22 @@ import hashlib
 import json
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from neuronx_distributed_inference._graph import Graph
+from neuronx_distributed_inference._products import widen_products
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.graph_signature import InputKind
 
+from . import cache
 from .cut import Part, cut
-from .run import FOLDER, PLAN, cpu_features
+from .processes import side_by_side
+from .run import FOLDER, PLAN, cpu_features, product_dtypes
 
 _aten = torch.ops.aten
 MANY_ROWS = 32
@@ -42,27 +46,48 @@ def obstacle(tp_degree: int, weight_bytes: int) -> str | None:
 def compile_ahead(
     graphs: Sequence[Graph], folder: str, on_part: Callable[[int, int], None] = lambda count, total: None
 ) -> None:
-    """Write `compiled/` into an artifact's folder, for `load`. `on_part` is called with (parts just compiled, of all).
+    """Write `compiled/` into an artifact's folder, for `load`. `on_part` is called with (parts just done, of all).
 
-    RuntimeError of one line, and nothing is written, if torch or the C++ compiler fails.
+    Parts that this user has compiled before are taken from cache.py. RuntimeError of one line, and nothing is written,
+    if torch or the C++ compiler fails.
     """
-    from torch._inductor.exc import CppCompileError, InductorError
-
     kinds: dict[str, Part] = {}  # by file
-    plans = [plan(graph, kinds) for graph in graphs]
+    toolchain = cache.toolchain()
+    plans = [plan(graph, kinds, toolchain) for graph in graphs]
     on_part(0, len(kinds))
-    with tempfile.TemporaryDirectory(prefix="nxd_cpu_compiler-") as scratch:
-        for file, part in kinds.items():
-            try:
-                _compile(part, Path(scratch, file))
-            except (CppCompileError, InductorError) as error:
-                raise RuntimeError(_one_line(error)) from error
+    libraries: dict[str, bytes] = {}
+    for file in kinds:
+        if library := cache.read(file):
+            libraries[file] = library
             on_part(1, len(kinds))
-        target = Path(folder, FOLDER)
-        target.mkdir()
-        for file in kinds:
-            Path(target, file).write_bytes(Path(scratch, file).read_bytes())
-    Path(target, PLAN).write_text(json.dumps(dict(cpu=sorted(cpu_features()), graphs=plans)))
+    with tempfile.TemporaryDirectory(prefix="nxd_cpu_compiler-", ignore_cleanup_errors=True) as scratch:
+
+        def keep(file: str) -> None:
+            libraries[file] = Path(scratch, file).read_bytes()
+            cache.write(file, libraries[file])
+            on_part(1, len(kinds))
+
+        missing = {file: part for file, part in kinds.items() if file not in libraries}
+        threads = torch.get_num_threads()
+        side_by_side(
+            {file: partial(_compile, part, Path(scratch, file), threads) for file, part in missing.items()}, keep
+        )
+    target = Path(folder, FOLDER)
+    target.mkdir()
+    for file, library in libraries.items():
+        Path(target, file).write_bytes(library)
+    products = product_dtypes(sorted(_dtypes_multiplied(kinds.values())))
+    Path(target, PLAN).write_text(json.dumps(dict(cpu=sorted(cpu_features()), products=products, graphs=plans)))
+
+
+def _dtypes_multiplied(parts: Iterable[Part]) -> set[str]:
+    """The dtypes that products are of."""
+    linears = [node for part in parts for node in part.graph_module.graph.nodes if node.target is _aten.linear.default]
+    return {_name(node.args[0].meta["val"].dtype) for node in linears}
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _one_line(error: Exception) -> str:
@@ -76,7 +101,7 @@ def _one_line(error: Exception) -> str:
     return f"the C++ compiler {inner.cmd[0]} failed: {next((line for line in lines if 'error' in line), lines[-1])}"
 
 
-def plan(graph: Graph, kinds: dict[str, Part]) -> dict[str, Any]:
+def plan(graph: Graph, kinds: dict[str, Part], toolchain: str = "") -> dict[str, Any]:
     """How a step runs: values have places in a list, in which those of the arguments come first. Adds to `kinds`."""
     program = graph.program
     placeholders = program.graph.find_nodes(op="placeholder")
@@ -87,8 +112,8 @@ def plan(graph: Graph, kinds: dict[str, Part]) -> dict[str, Any]:
     arguments: list[dict | None] = []
     for node in placeholders:
         value, is_state = node.meta["val"], node.name in states and bool(node.users)
-        dtype = str(value.dtype).removeprefix("torch.")
-        arguments.append(dict(name=states[node.name], shape=list(value.shape), dtype=dtype) if is_state else None)
+        argument = dict(name=states.get(node.name), shape=list(value.shape), dtype=_name(value.dtype))
+        arguments.append(argument if is_state else None)
     last = {name: step for step, part in enumerate(parts) for name in part.inputs}
     places = {node.name: place for place, node in enumerate(placeholders)}
     steps, free, size = [], [], len(placeholders)
@@ -100,7 +125,7 @@ def plan(graph: Graph, kinds: dict[str, Part]) -> dict[str, Any]:
                 size += 1
             places[name] = free.pop()
         # by what it computes: under a path that a process has loaded before, it gets the library it has, not a new one
-        file = f"{hashlib.sha256(part.key.encode()).hexdigest()[:16]}.so"
+        file = f"{hashlib.sha256((toolchain + part.key).encode()).hexdigest()[:16]}.so"
         kinds.setdefault(file, part)
         steps.append(dict(file=file, inputs=inputs, outputs=[places[name] for name in part.outputs]))
         free += [places[name] for name in part.inputs if last[name] == step and places[name] >= len(placeholders)]
@@ -108,7 +133,10 @@ def plan(graph: Graph, kinds: dict[str, Part]) -> dict[str, Any]:
     return dict(tag=graph.tag, bucket=graph.bucket, arguments=arguments, **places)
 
 
-def _compile(part: Part, output: Path) -> None:
+def _compile(part: Part, output: Path, threads: int) -> None:
+    """Compile a part to a library, to be run with about so many threads. RuntimeError of one line if that fails."""
+    from torch._inductor.exc import CppCompileError, InductorError
+
     write_products(part.graph_module)
     examples = [node.meta["val"] for node in part.graph_module.graph.find_nodes(op="placeholder")]
     with FakeTensorMode():
@@ -117,20 +145,26 @@ def _compile(part: Part, output: Path) -> None:
         "aot_inductor.output_path": str(output),
         "aot_inductor.package": False,
         "cpp.dynamic_threads": True,  # as many as torch has when it runs
+        "cpp.threads": threads,
     }
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch._inductor.aot_compile(part.graph_module, inputs, options=options)
+        try:
+            torch._inductor.aot_compile(part.graph_module, inputs, options=options)
+        except (CppCompileError, InductorError) as error:
+            raise RuntimeError(_one_line(error)) from error
 
 
 def write_products(module: fx.GraphModule) -> None:
     """Linears (rows, K) @ (N, K) in the form that is fastest on a CPU; with few rows they stay as they are.
 
     One row as multiply and sum in float32: that becomes one loop, which reads the weight at the memory's bandwidth, two
-    to three times as fast as a matrix product. Many rows as weight @ rows, the rows in columns: 3 to 10% faster.
+    to three times as fast as a matrix product. Many rows as weight @ rows, the rows in columns: 3 to 10% faster; or as
+    `widen_products` has them, where the CPU has no instructions for their dtype.
     """
+    widen_products(module)
     graph, call = module.graph, module.graph.call_function
-    columns: dict[fx.Node, fx.Node] = {}
+    given: dict[fx.Node, fx.Node] = {}  # x, as the products take it
     for node in graph.find_nodes(op="call_function", target=_aten.linear.default):
         x, weight, *bias = node.args
         result, width = node.meta["val"], x.meta["val"].shape[-1]
@@ -138,14 +172,18 @@ def write_products(module: fx.GraphModule) -> None:
         if 1 < rows < MANY_ROWS:
             continue
         with graph.inserting_before(node):
+            if x not in given:
+                flat = call(_aten.reshape.default, (x, [rows, width] if rows > 1 else [width]))
+                if rows == 1:  # stored before the loop, which would compute it again for every row of the weight
+                    given[x] = call(_aten.as_strided.default, (flat, [width], [1]))
+                else:
+                    turned = call(_aten.t.default, (flat,))
+                    given[x] = call(_aten.clone.default, (turned,), {"memory_format": torch.contiguous_format})
             if rows == 1:
-                wide = tuple(call(_aten.to.dtype, (tensor, torch.float32)) for tensor in (x, weight))
+                wide = tuple(call(_aten.to.dtype, (tensor, torch.float32)) for tensor in (given[x], weight))
                 total = call(_aten.sum.dim_IntList, (call(_aten.mul.Tensor, wide), [-1]))
             else:
-                if x not in columns:
-                    turned = call(_aten.t.default, (call(_aten.reshape.default, (x, [rows, width])),))
-                    columns[x] = call(_aten.clone.default, (turned,), {"memory_format": torch.contiguous_format})
-                total = call(_aten.t.default, (call(_aten.mm.default, (weight, columns[x])),))
+                total = call(_aten.t.default, (call(_aten.mm.default, (weight, given[x])),))
             for added in bias:
                 total = call(_aten.add.Tensor, (total, added))
             total = call(_aten.to.dtype, (call(_aten.reshape.default, (total, list(result.shape))), result.dtype))

@@ -3,9 +3,11 @@
 
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+from neuronx_distributed_inference._products import product_dtype
 from torch import Tensor
 
 FOLDER = "compiled"
@@ -20,6 +22,11 @@ def cpu_features() -> set[str]:
     except OSError:
         return set()
     return set(next((line.split(":")[1] for line in lines if line.startswith(("flags", "Features"))), "").split())
+
+
+def product_dtypes(dtypes: Iterable[str]) -> dict[str, str]:
+    """The name of the dtype in which this CPU is to compute products of each dtype that is named."""
+    return {name: str(product_dtype(getattr(torch, name))).removeprefix("torch.") for name in dtypes}
 
 
 class CompiledGraph:
@@ -48,22 +55,29 @@ class CompiledGraph:
 def read_plan(folder: str) -> dict | None:
     """What `compile_ahead` wrote beside the parts, which it does not open; None: there is nothing.
 
-    ValueError if it was made for a CPU that can do more, is damaged, or names a file that is not in its folder."""
+    ValueError if it was made for a CPU that can do more or computes products in another dtype, is damaged, or names
+    a file that is not in its folder."""
     path = Path(folder, FOLDER)
     if not path.is_dir():
         return None
     try:
         plan = json.loads((path / PLAN).read_text())
         missing = set(plan["cpu"]) - cpu_features()
+        other = plan["products"].items() - product_dtypes(plan["products"]).items()
         files = {step["file"] for graph in plan["graphs"] for step in graph["steps"]}
         wrong = [file for file in files if not PART.fullmatch(file)]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path / PLAN} is damaged ({type(error).__name__}): compile again") from error
     if wrong:
         raise ValueError(f"{path / PLAN} names {wrong[0]!r}, which is no part of it: compile again")
     if missing:
         lacks = ", ".join(sorted(missing))
         raise ValueError(f"{path} was compiled for a CPU with {lacks}, which this one lacks: compile again")
+    if other:
+        dtype, computed_in = min(other)
+        raise ValueError(
+            f"{path} computes products of {dtype} in {computed_in}, as another CPU needs it: compile again"
+        )
     return plan
 
 

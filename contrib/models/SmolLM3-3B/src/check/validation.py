@@ -166,7 +166,7 @@ class Report:
 def prompts_and_text(folder: Path) -> tuple[list[str], str]:
     """Returns prompts and a text; a checkpoint with a `prompts.json` brings its own, the held-out ones among them.
 
-    Raises SmolLM3Error for such a file that is not like that.
+    Raises SmolLM3Error for a `prompts.json` of another form.
     """
     if not (folder / "prompts.json").is_file():
         return list(PROMPTS), TEXT
