@@ -10,14 +10,13 @@ import tempfile
 import time
 import traceback
 import warnings
-from dataclasses import replace
 from pathlib import Path
 
 try:
     from smollm3_neuron.errors import NotANumber, SmolLM3Error
     from smollm3_neuron.machine.device_errors import advice_on_error
     from smollm3_neuron.machine.roofline import GB, Estimate, GiB, parameters
-    from smollm3_neuron.model.config import read_config
+    from smollm3_neuron.model.config import CheckpointConfig, read_config
     from smollm3_neuron.model.json_files import parse_json
 except ModuleNotFoundError:
     sys.exit(
@@ -75,16 +74,16 @@ def gigabytes(count: int) -> str:
     return f"{count / GB:.3f} GB ({count / GiB:.3f} GiB)"
 
 
-def model_sizes(estimate: Estimate, stored: int | None = None) -> list[str]:
+def model_sizes(config: CheckpointConfig, dtype: str, stored: int | None = None) -> list[str]:
     """What the model is on all cores together; `stored` are the bytes of the checkpoint's files, if there are any."""
-    count, tensors = parameters(estimate.config)
-    whole = replace(estimate, tp_degree=1)
+    count, tensors = parameters(config)
+    whole = Estimate(config, tp_degree=1, seq_len=1, dtype=dtype)
     checkpoint = f"{gigabytes(stored)} of files" if stored else f"{gigabytes(2 * count)} in bfloat16"
     lines = [
         f"{count:,} parameters in {tensors} tensors, {checkpoint}",
         f"KV cache: {whole.kv_cache_per_token:,} bytes per token; activations are left out",
     ]
-    if estimate.dtype == "float32":
+    if dtype == "float32":
         lines.append("float32: NxD Inference gives the compiler --auto-cast=none, so that products stay in float32")
     return lines
 

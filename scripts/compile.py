@@ -306,7 +306,7 @@ def compile_and_report(args: argparse.Namespace, settings: Settings) -> None:
     for file, entry in artifact.manifest["files"].items():
         print(f"  {file:<44} {entry['size'] / 1e6:10.2f} MB")
     estimate = estimate_of(folder, artifact.settings)
-    print("\n".join(common.model_sizes(estimate, stored_bytes(folder))))
+    print("\n".join(common.model_sizes(read_config(folder), artifact.settings.torch_dtype, stored_bytes(folder))))
     held = {"weights": estimate.weights, "KV cache": estimate.kv_cache, "logits": estimate.logits}
     print(f"per core: {', '.join(f'{name} {common.gigabytes(size)}' for name, size in held.items())}")
     if args.for_vllm:

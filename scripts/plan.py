@@ -27,7 +27,7 @@ from smollm3_neuron.machine.roofline import (
     check_tp_degree,
     parameters,
 )
-from smollm3_neuron.model.config import read_config, resolve_config
+from smollm3_neuron.model.config import CheckpointConfig, read_config, resolve_config
 from smollm3_neuron.model.dtypes import MODEL_DTYPES
 from smollm3_neuron.model.smollm3_3b import SMOLLM3_3B
 
@@ -127,9 +127,7 @@ def known(value: float | None, unit: float, form: str, name: str = "") -> str:
 
 def stored_bytes(model: str | None) -> int | None:
     """The bytes of a checkpoint's files of weights."""
-    if model is None:
-        return None
-    return sum(file.stat().st_size for file in local_model(model)[0].glob("*.safetensors"))
+    return model and sum(file.stat().st_size for file in local_model(model)[0].glob("*.safetensors"))
 
 
 def curve(estimate: Estimate, instance: str) -> list[tuple[int, float, float | None]]:
@@ -180,11 +178,15 @@ def plot(estimates: list[Estimate], instance: str, path: Path) -> None:
         raise SmolLM3Error(f"{path}: cannot be written ({error}); pass a FILE.png") from None
 
 
+def config_of(model: str | None) -> CheckpointConfig:
+    return resolve_config(SMOLLM3_3B) if model is None else read_config(local_model(model)[0])
+
+
 def estimates_for(args: argparse.Namespace) -> list[Estimate]:
     """One estimate per TP degree; SmolLM3Error for an instance, degree, dtype or shape that is not allowed."""
     if args.instance not in INSTANCES:
         raise SmolLM3Error(f"instance is {args.instance!r}, known are {', '.join(INSTANCES)}")
-    config = resolve_config(SMOLLM3_3B) if args.model is None else read_config(local_model(args.model)[0])
+    config = config_of(args.model)
     if args.tp is not None:
         check_tp_degree(args.instance, args.tp)
     if args.dtype not in MODEL_DTYPES:
@@ -193,24 +195,17 @@ def estimates_for(args: argparse.Namespace) -> list[Estimate]:
     for tp_degree in (args.tp,) if args.tp is not None else INSTANCES[args.instance].tp_degrees:
         mask = args.apply_seq_ids_mask
         settings = Settings(
-            tp_degree,
-            args.batch_size,
-            args.seq_len,
-            None,
-            args.dtype,
-            padded_intermediate_size=args.pad_intermediate,
-            quantized=args.quantized,
-            is_continuous_batching=mask,
-            apply_seq_ids_mask=mask,
-        ).checked(config)
+            tp_degree, args.batch_size, args.seq_len, None, args.dtype, padded_intermediate_size=args.pad_intermediate,
+            is_continuous_batching=mask, apply_seq_ids_mask=mask, quantized=args.quantized,
+        ).checked(config)  # fmt: skip
         sizes = settings.seq_len, settings.batch_size, settings.torch_dtype
         quantized = settings if args.quantized else None
-        switches = {"apply_seq_ids_mask": mask, "quantized": quantized}
-        estimates.append(Estimate(config.padded(settings), tp_degree, *sizes, **switches))
+        estimate = Estimate(config.padded(settings), tp_degree, *sizes, quantized=quantized, apply_seq_ids_mask=mask)
+        estimates.append(estimate)
     return estimates
 
 
-def print_plans(args: argparse.Namespace, estimates: list[Estimate], plans: list[dict]) -> None:
+def print_plans(args: argparse.Namespace, plans: list[dict]) -> None:
     instance = INSTANCES[args.instance]
     print(
         f"{args.instance}: {instance.neuron_cores} NeuronCores of {HBM_PER_CORE / GB:.0f} GB, "
@@ -218,7 +213,7 @@ def print_plans(args: argparse.Namespace, estimates: list[Estimate], plans: list
         f"seq_len {args.seq_len}, batch_size {args.batch_size}, {args.dtype}"
         f"{', 8-bit weights' if args.quantized else ''}; per core, {RESERVED_PER_CORE / GB:.0f} GB kept free"
     )
-    print("\n".join(common.model_sizes(estimates[0], stored_bytes(args.model))) + "\n")
+    print("\n".join(common.model_sizes(config_of(args.model), args.dtype, stored_bytes(args.model))) + "\n")
     print(f"{'':<42}" + "".join(f"{'TP ' + str(plan['tp_degree']):>26}" for plan in plans))
     for label, cell in LINES:
         print(f"{label:<42}" + "".join(f"{cell(plan):>26}" for plan in plans))
@@ -236,8 +231,9 @@ def main() -> None:
         settings = {"seq_len": args.seq_len, "batch_size": args.batch_size, "torch_dtype": args.dtype}
         settings["padded_intermediate_size"] = args.pad_intermediate
         settings["quantized"] = args.quantized
-        count, tensors = parameters(estimates[0].config)
-        whole = replace(estimates[0], tp_degree=1)
+        config = config_of(args.model)
+        count, tensors = parameters(config)
+        whole = Estimate(config, tp_degree=1, seq_len=1, dtype=args.dtype)
         model = {
             "parameters": count,
             "tensors": tensors,
@@ -253,7 +249,7 @@ def main() -> None:
         }
         print(json.dumps({**content, "expected_from": [asdict(figure) for figure in FIGURES]}, indent=2))
     else:
-        print_plans(args, estimates, plans)
+        print_plans(args, plans)
 
 
 if __name__ == "__main__":

@@ -20,10 +20,10 @@ DEEP |= dict(num_hidden_layers=30, tie_word_embeddings=False)
 CHECKPOINTS = ("tiny", "random", "pairs")
 # of the distance of the two best logits, as shares of the 90% quantile: the 10% and the 50% quantile, at least and most
 QUANTILES = {"random": ((0.03, 0.15), (0.25, 0.5)), "pairs": ((0.0, 0.002), (0.01, 0.25))}
-RUNS = 50
+RUNS, SEQ_LEN = 50, 96
 # name -> (change of the config, change of the weights); the layer is one that every checkpoint has
 FAULTS = {
-    "a flipped NoPE flag": (flip(3), None),
+    "a layer without its RoPE": (flip(1), None),
     "K and V swapped": (None, swap((weight(2, "self_attn.k_proj"), weight(2, "self_attn.v_proj")))),
     "a scaled norm": (None, replace(weight(5, "post_attention_layernorm"), lambda w: w * 1.5)),
     "two layers' MLPs swapped": (None, swap((weight(1, "mlp.up_proj"), weight(4, "mlp.up_proj")))),
@@ -59,23 +59,20 @@ def judged(checkpoints):
     sys.path.append(str(MODEL / "test/integration"))
     import test_model
 
-    from smollm3_neuron.check.validation import Case, Reference, prompts_and_text
+    from smollm3_neuron.check.validation import Case, Reference, make_cases, prompts_and_text
 
     references = {name: Reference(folder, torch.bfloat16) for name, folder in checkpoints.items()}
     tokenizer = AutoTokenizer.from_pretrained(TINY)
-    texts = prompts_and_text(TINY)[0]
+    texts, of_tiny = prompts_and_text(TINY)
 
-    def judge(name: str, app, run: int, count: int = 2):
-        if name == "tiny":
-            chosen = [texts[(run * count + number) % len(texts)] for number in range(count)]
-            cases = [Case("prompt", text, ids) for text, ids in zip(chosen, tokenizer(chosen)["input_ids"])]
+    def judge(name: str, app, run: int):
+        if name == "tiny":  # its two prompts of the run, with the chats and the text
+            chosen = [texts[(run * 2 + number) % len(texts)] for number in range(2)]
+            cases, _ = make_cases(tokenizer, chosen, of_tiny, SEQ_LEN, SEQ_LEN)
         else:
-            cases = [
-                Case("prompt", f"run {run}", tokens(4 + (run + number) % 20, 7 * run + number))
-                for number in range(count)
-            ]
-        text = tokens(16, run)
-        cases.append(Case("text", "text", text[:1], text[1:]))
+            prompts = [tokens(4 + (run + number) % 20, 7 * run + number) for number in range(2)]
+            text = tokens(16, run)
+            cases = [*(Case("prompt", f"run {run}", ids) for ids in prompts), Case("text", "text", text[:1], text[1:])]
         return test_model.assert_right(app, references[name], cases, tokenizer, new_tokens=8)
 
     return judge
@@ -84,7 +81,9 @@ def judged(checkpoints):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_a_right_model_passes_every_time(name, judged, checkpoints, tmp_path):
-    apps = [load(checkpoints[name], tmp_path / str(tp), "bfloat16", tp_degree=tp, batch_size=2)[0] for tp in (1, 2)]
+    apps = [
+        load(checkpoints[name], tmp_path / str(tp), "bfloat16", SEQ_LEN, tp_degree=tp, batch_size=2)[0] for tp in (1, 2)
+    ]
     reports = [judged(name, apps[run % 2], run) for run in range(RUNS)]
     verdicts = [report.verdict for report in reports]
     margins = torch.tensor([m for report in reports for one in report.cases for m in one.expected_margins])
@@ -99,6 +98,6 @@ def test_a_right_model_passes_every_time(name, judged, checkpoints, tmp_path):
 @pytest.mark.parametrize("name", ["tiny", *(pytest.param(name, marks=pytest.mark.slow) for name in CHECKPOINTS[1:])])
 def test_a_fault_fails(name, fault, judged, checkpoints, tmp_path):
     folder = copy(checkpoints[name], tmp_path / "copy", *FAULTS[fault])
-    app, _ = load(folder, tmp_path / "weights", "bfloat16", batch_size=2)
+    app, _ = load(folder, tmp_path / "weights", "bfloat16", SEQ_LEN, batch_size=2)
     with pytest.raises(AssertionError, match="logits of the top|another token|perplexity"):
         judged(name, app, 0)

@@ -5,7 +5,6 @@ An artifact is what NxD Inference's `compile` writes (neuron_config.json, model.
 and `artifact.json`, which says what it was made of, with which settings, by which versions and for which place.
 """
 
-import json
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,8 +69,7 @@ class Artifact:
     @property
     def vocab_size(self) -> int:
         """How many logits the model returns."""
-        # as the library writes it, with an Infinity that is no JSON; its digest was checked
-        return json.loads((self.path / "neuron_config.json").read_text(encoding="utf-8"))["vocab_size"]
+        return self._json("neuron_config.json")["vocab_size"]
 
     def load(self):
         """Returns the model, ready to generate; `ensure_neuronx` must have been called.

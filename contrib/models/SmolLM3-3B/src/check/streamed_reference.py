@@ -155,7 +155,7 @@ class Reference:
             parted, begun, rest = [], [], []
             passed = self.logits(self.dtype, [prompts[index] for index in left], [guesses[index] for index in left])
             for index, logits in zip(left, passed):
-                best = two_best(logits, suppress_tokens).indices[:, 0].tolist()
+                best = best_of(logits, suppress_tokens).indices[:, 0].tolist()
                 right = next((n for n, pair in enumerate(zip(best, guesses[index])) if len(set(pair)) > 1), len(best))
                 if index in fixed:
                     results[index] = guesses[index], logits
@@ -175,7 +175,7 @@ class Reference:
         return results
 
 
-def two_best(logits: Tensor, suppress_tokens: Sequence[int]):
-    """Returns the values and indices [positions, 2] of each position's two best logits, in float64."""
+def best_of(logits: Tensor, suppress_tokens: Sequence[int], count: int = 2):
+    """Returns the values and indices [positions, count] of each position's best logits, in float64."""
     suppressed = torch.tensor(suppress_tokens, dtype=torch.long)
-    return logits.double().index_fill(-1, suppressed, float("-inf")).topk(2, dim=-1)
+    return logits.double().index_fill(-1, suppressed, float("-inf")).topk(count, dim=-1)

@@ -21,7 +21,7 @@ from ..errors import SmolLM3Error
 from ..generate.generation import Generated, generate
 from ..model.json_files import read_json
 from .reference import PUBLISHED_PROMPTS, token_match
-from .streamed_reference import Reference, two_best
+from .streamed_reference import Reference, best_of
 
 IDENTICAL, NEAR_TIE, WRONG = "identical", "near tie", "wrong"
 TOP_K = ("5", "50", "1000", "all")  # the steps of NxD Inference's default tol_map
@@ -46,6 +46,7 @@ TEXT = (
     " hour after high tide the salt water flows inland, and the fish of both are caught in the same net."
 )
 TEXT_TOKENS = 128
+LEADING = 5  # of the best tokens any may take the first's place in a tie
 ROWS = 32  # positions that are measured at a time
 
 
@@ -78,7 +79,7 @@ class Judged:
     expected_margins: list[float] = field(default_factory=list)
     """The same of transformers."""
     lead_noise: list[float] = field(default_factory=list)
-    """By how much transformers' run in the model's dtype errs in the distance of the two best logits, by position."""
+    """By how much transformers' run in the model's dtype errs in the distances of the LEADING best, by position."""
     errors: dict[str, list[float]] = field(default_factory=dict)
     """The model's largest error, by top-k and position."""
     noise: dict[str, list[float]] = field(default_factory=dict)
@@ -277,13 +278,14 @@ def _measure(
         for name in TOP_K:
             top = error if name == "all" else error.gather(-1, exact.topk(min(int(name), error.shape[-1])).indices)
             errors.setdefault(name, []).extend(top.amax(-1).tolist())
-    our_best, their_best = two_best(ours, suppress_tokens), two_best(theirs, suppress_tokens)
+    our_best, their_best = best_of(ours, suppress_tokens), best_of(theirs, suppress_tokens)
     one.margins += (our_best.values[:, 0] - our_best.values[:, 1]).tolist()
     one.expected_margins += (their_best.values[:, 0] - their_best.values[:, 1]).tolist()
     our_choice, their_choice = our_best.indices[:, 0], their_best.indices[:, 0]
     one.chosen += our_choice.tolist()
-    first, second = two_best(exact, suppress_tokens).indices.unbind(-1)
-    one.lead_noise += ((_lead(theirs, first, second) - _lead(exact, first, second)).abs() / scale).tolist()
+    # of more than two: the two best may err alike, as tokens of almost equal rows of the head do
+    error = (theirs - exact).gather(-1, best_of(exact, suppress_tokens, LEADING).indices)
+    one.lead_noise += ((error.amax(-1) - error.amin(-1)) / scale).tolist()
     leads = _lead(ours, our_choice, their_choice), _lead(theirs, their_choice, our_choice)
     one.divergence_difference += (torch.maximum(*leads) / scale).tolist()
     if one.case.kind == "text":

@@ -78,10 +78,10 @@ class Estimate:
     """The tokens of a prompt; None stands for seq_len."""
     window: int | None = None
     """windowed_context_encoding_size; None: a prompt is encoded whole."""
-    apply_seq_ids_mask: bool = False
-    """Whether the caches have the positions of that switch."""
     quantized: Any = None
     """The settings of 8-bit weights, an artifact's Settings or a NeuronConfig; None: all are in `dtype`."""
+    apply_seq_ids_mask: bool = False
+    """Whether the caches have the positions of that switch."""
 
     @property
     def plan(self) -> ShardingPlan:
