@@ -15,8 +15,11 @@ lint: $(STAMP)
 	$(VENV)/bin/python -m ruff check .
 	$(VENV)/bin/python -m ruff format --check .
 
+# FAST=1: what takes about a minute, to run at each change
+FAST_TESTS := contrib/models/SmolLM3-3B/test/unit test/nxd_cpu/test_layers.py test/nxd_cpu/test_config.py \
+	test/test_shape.py test/test_rooms.py test/test_plan.py test/test_tool_parser.py test/test_preflight.py
 test: lint
-	$(VENV)/bin/python -m pytest -n auto --dist loadfile
+	$(VENV)/bin/python -m pytest -n auto --dist loadfile $(if $(FAST),$(FAST_TESTS))
 
 # the compile path without a device, see contrib/neuron_hlo
 hlo-venv:

@@ -9,6 +9,7 @@
 #   --tp N             tensor-parallel degree (default: 2)
 #   --seq-len N        prompt and new tokens (default: 2048)
 #   --dtype DTYPE      bfloat16, float16 or float32 (default: bfloat16)
+#   --float32          --dtype float32, and the absolute error of the logits over 78 tokens is held to a published one
 #
 # where it runs and what is written:
 #   --device DEVICE    neuron, cpu, or auto: the device where the Neuron SDK is installed (default: auto)
@@ -21,7 +22,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-device=auto model=HuggingFaceTB/SmolLM3-3B tp=2 seq_len=2048 dtype=bfloat16 output= try_padding=
+device=auto model=HuggingFaceTB/SmolLM3-3B tp=2 seq_len=2048 dtype=bfloat16 output= try_padding= float32=
 while [ $# -gt 0 ]; do
     case $1 in
         --device | --model | --tp | --seq-len | --dtype | --output)
@@ -30,10 +31,15 @@ while [ $# -gt 0 ]; do
             printf -v "$name" %s "$2"
             shift 2 ;;
         --try-padding) try_padding=yes; shift ;;
+        --float32) float32=yes dtype=float32; shift ;;
         -h | --help) sed -n '2,/^set /s/^# \{0,1\}//p' "$0"; exit ;;
-        *) echo "error: $1 is unknown, allowed are --device --model --tp --seq-len --dtype --output --try-padding" >&2; exit 2 ;;
+        *) echo "error: $1 is unknown, allowed are --device --model --tp --seq-len --dtype --float32 --output --try-padding" >&2; exit 2 ;;
     esac
 done
+if [ "$float32" ] && [ "$dtype" != float32 ]; then
+    echo "error: --float32 and --dtype $dtype: leave one out" >&2
+    exit 2
+fi
 output=${output:-acceptance/$(basename "$model")-tp$tp}
 python=${PYTHON:-python}
 asked="--device $device --model $model --tp $tp --seq-len $seq_len --dtype $dtype"
@@ -90,6 +96,8 @@ step generate "$python" scripts/generate.py "$output/artifact" "The square root 
     --device "$device"
 step validate "$python" scripts/validate.py "$output/artifact" --device "$device" --json "$output/validate.json" \
     --html "$output/validate.html"
+[ -z "$float32" ] || step float32 "$python" scripts/acceptance.py float32 "$output/artifact" --device "$device" \
+    --json "$output/float32.json"
 measure benchmark "$output/artifact"
 if [ "$try_padding" ]; then
     for size in $("$python" scripts/acceptance.py sizes "$output/artifact"); do

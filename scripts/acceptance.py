@@ -2,9 +2,10 @@
 
     python scripts/acceptance.py environment --json environment.json
 
-`environment` says what machine it is, `vllm ARTIFACT` has a server answer, `sizes ARTIFACT` names sizes to pad the MLPs
-to. Of the folder of results `fastest` compares those, `collect` copies logs into it, `line` makes a row for
-docs/evidence.md, and `report` prints what may be shared.
+`environment` says what machine it is, `vllm ARTIFACT` has a server answer, `float32 ARTIFACT` holds the absolute error
+of its logits to a published one, `sizes ARTIFACT` names sizes to pad the MLPs to. Of the folder of results `fastest`
+compares those, `collect` copies logs into it, `line` makes a row for docs/evidence.md, and `report` prints what may be
+shared.
 """
 
 import argparse
@@ -26,9 +27,12 @@ import common
 from smollm3_neuron.artifact.folder import open_artifact, versions
 from smollm3_neuron.errors import SmolLM3Error
 from smollm3_neuron.machine.preflight import available_memory, choose_place, instance_type
+from smollm3_neuron.model.json_files import read_json
 from smollm3_neuron.vllm.serving import serve_command
 
-STEPS = ("environment", "vllm", "sizes", "fastest", "collect", "line", "report")
+STEPS = ("environment", "vllm", "float32", "sizes", "fastest", "collect", "line", "report")
+# float32 logits of a Flax port of SmolLM3-3B beside transformers', absolute, over a prompt of 78 tokens: as published
+PUBLISHED_TOKENS, PUBLISHED_ERRORS = 78, {"maximum": 2.5e-4, "mean": 1.6e-5}
 PROMPT, ANSWER = "The square root of 144 is", "12"
 
 
@@ -36,13 +40,13 @@ def parse_args() -> argparse.Namespace:
     parser = common.Parser(__doc__, "STEP [FOLDER]")
     parser.add_argument("step", choices=STEPS, metavar="STEP", help=", ".join(STEPS))
     parser.add_argument("folder", type=Path, nargs="?", metavar="FOLDER", help="the artifact, or the folder of results")
-    group = parser.add_argument_group("environment and vllm")
+    group = parser.add_argument_group("environment, vllm and float32")
     group.add_argument("--json", type=Path, metavar="FILE", help="what the step writes")
     common.add_device(group)
     args = parser.parse_args()
-    writes_json = args.step in ("environment", "vllm")
+    writes_json = args.step in ("environment", "vllm", "float32")
     if (args.folder is None) != (args.step == "environment") or (args.json is not None) != writes_json:
-        parser.error("environment --json FILE, vllm ARTIFACT --json FILE, sizes ARTIFACT, or another step and FOLDER")
+        parser.error("pass environment, vllm ARTIFACT or float32 ARTIFACT with --json FILE, or another step and FOLDER")
     return args
 
 
@@ -63,6 +67,31 @@ def environment(args: argparse.Namespace) -> dict:
         if shutil.which(tool.split()[0]):
             facts[tool] = subprocess.run(tool.split(), capture_output=True, text=True, timeout=60).stdout.strip()
     return facts
+
+
+def float32_errors(args: argparse.Namespace) -> dict:
+    """The absolute error of the logits at each position of a text; SmolLM3Error where it is above the published one."""
+    artifact = open_artifact(args.folder, choose_place(args.device))
+    settings = artifact.settings
+    if settings.torch_dtype != "float32":
+        raise SmolLM3Error(f"{args.folder}: its dtype is {settings.torch_dtype}, not float32: compile it in float32")
+    import torch
+
+    from smollm3_neuron.check.streamed_reference import StreamedModel
+    from smollm3_neuron.check.validation import TEXT
+    from smollm3_neuron.generate.generation import generate
+
+    tokens = artifact.tokenizer()(TEXT)["input_ids"][: min(PUBLISHED_TOKENS, settings.seq_len)]
+    # every position has its logits where the text is fed token by token; the last one's following token is any
+    (forced,) = generate(artifact.load(), [tokens[:1]], len(tokens), forced=[[*tokens[1:], 0]], keep_logits=True)
+    reference = StreamedModel(common.reference_folder(None, artifact), torch.float32, artifact.adapter)
+    (theirs,) = reference.logits([tokens], [len(tokens)])
+    error = (torch.stack(forced.logits).double() - theirs.double()).abs()
+    found = {"tokens": len(tokens), "maximum": error.max().item(), "mean": error.mean().item()}
+    for name, published in PUBLISHED_ERRORS.items():
+        if not found[name] <= published:
+            raise SmolLM3Error(f"the {name} error of the logits is {found[name]:.2g}, {published:.2g} is allowed")
+    return found
 
 
 def ask_vllm(args: argparse.Namespace) -> dict:
@@ -115,16 +144,21 @@ def _is_healthy(port: int) -> bool:
 
 def sizes(folder: Path) -> list[int]:
     """Intermediate sizes worth a try for a checkpoint: the next multiples of 1024 and 4096 that TP divides."""
-    manifest = json.loads((folder / "artifact.json").read_text())
-    own = json.loads((folder / "neuron_config.json").read_text())["intermediate_size"]
+    manifest = read_json(folder / "artifact.json", "compile again")
+    own = read_json(folder / "neuron_config.json", "compile again", any_number=True)["intermediate_size"]
     found = {-(-own // step) * step for step in (1024, 4096)} - {own}
     return sorted(size for size in found if size % manifest["settings"]["tp_degree"] == 0)
+
+
+def results(file: Path) -> dict:
+    """What another step or command wrote, in which a margin may be infinite."""
+    return read_json(file, "run scripts/accept.sh again", any_number=True)
 
 
 def measured(folder: Path, name: str) -> dict | None:
     """The row of the process whose steps were fastest, of benchmarks NAME-1.json to NAME-3.json; None: not measured."""
     files = [folder / f"{name}-{number}.json" for number in (1, 2, 3)]
-    pages = [json.loads(file.read_text())["rows"] for file in files if file.is_file()]
+    pages = [results(file)["rows"] for file in files if file.is_file()]
     rows = [row for page in pages for row in page if row["engine"] == "artifact"]
     return min(rows, key=lambda row: row["percentiles"]["p50"]) if rows else None
 
@@ -156,17 +190,17 @@ def collect(folder: Path) -> list[str]:
 
 def report(folder: Path) -> dict:
     """What may be shared: figures and versions, no name of a host, a user or a folder."""
-    environment, validated, served = (
-        json.loads((folder / f"{name}.json").read_text()) for name in ("environment", "validate", "vllm")
-    )
+    environment, validated, served = (results(folder / f"{name}.json") for name in ("environment", "validate", "vllm"))
     names = ["benchmark", *sorted({file.name[:-7] for file in folder.glob("padded-*-1.json")})]
     rows = {name: measured(folder, name) for name in names}
+    float32 = folder / "float32.json"
     kept = ("place", "instance", "cpus", "available_memory", "kernel", "python", "versions")
     kept += ("neuronx-cc --version", "modinfo -F version neuron")
     return {
         "environment": {name: environment[name] for name in kept if name in environment},
         "settings": validated["settings"],
         "verdict": validated["verdict"],
+        "float32": json.loads(float32.read_text()) if float32.is_file() else None,
         "prompts": [
             {"verdict": case["verdict"], "token_match": case["token_match"]}
             for case in validated["cases"]
@@ -185,15 +219,13 @@ def report(folder: Path) -> dict:
 
 def compatibility_row(folder: Path) -> str:
     """The row for docs/evidence.md."""
-    environment, validation, vllm = (
-        json.loads((folder / f"{step}.json").read_text()) for step in ("environment", "validate", "vllm")
-    )
+    environment, validation, vllm = (results(folder / f"{step}.json") for step in ("environment", "validate", "vllm"))
     place, versions = environment["place"], environment["versions"]
     cpu = f"a CPU, {environment['cpus']} cores"
     machine = {"neuron": environment["instance"], "emulated": f"an emulated Neuron device on {cpu}", "cpu": cpu}
     prompts = [case for case in validation["cases"] if case["kind"] == "prompt"]
     speed = measured(folder, "benchmark")
-    first = json.loads((folder / "benchmark-1.json").read_text())["rows"]
+    first = results(folder / "benchmark-1.json")["rows"]
     (beside,) = (row for row in first if row["engine"] == "artifact")
     cells = (
         machine[place],
@@ -227,7 +259,7 @@ def main() -> None:
             result = "\n".join(map(str, result))
         print(result if isinstance(result, str) else json.dumps(result, indent=1))
         return
-    result = environment(args) if args.step == "environment" else ask_vllm(args)
+    result = {"environment": environment, "vllm": ask_vllm, "float32": float32_errors}[args.step](args)
     args.json.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))
 

@@ -11,6 +11,7 @@ nothing else added: on a shared machine only they say something.
 import argparse
 import json
 import os
+import re
 import statistics
 import tempfile
 import time
@@ -39,7 +40,9 @@ SHAPES = {
     ),
     "3b": {},
 }  # fmt: skip
-TRANSFORMERS = {"transformers": None, "transformers, static cache": "static"}  # generate's cache_implementation
+# generate's cache_implementation, and whether torch.compile compiles the model's forward
+TRANSFORMERS = {"transformers": (None, False), "transformers, static cache": ("static", False)}
+COMPILED = {"transformers, torch.compile": ("static", True)}
 
 
 def parse_args() -> argparse.Namespace:
@@ -52,22 +55,38 @@ def parse_args() -> argparse.Namespace:
     random.add_argument("--batch-size", type=int, nargs="+", default=[1], metavar="N", help="default: 1")
     run = parser.add_argument_group("what is run")
     common.add_device(run)
+    common.add_verify(run)
     run.add_argument("--prompt-lengths", type=int, nargs="+", default=[128], metavar="N", help="tokens (default: 128)")
     run.add_argument("--new-tokens", type=int, default=64, metavar="N", help="default: %(default)s")
     run.add_argument(
         "--rounds", type=int, default=3, metavar="N", help="measured, after one that is not (default: %(default)s)"
     )
-    threads = int(os.environ.get("OMP_NUM_THREADS", os.cpu_count()))
     run.add_argument(
-        "--threads", type=int, default=threads, metavar="N", help="of the host, for each model (default: %(default)s)"
+        "--threads",
+        type=int,
+        default=threads_of_environment(),
+        metavar="N",
+        help="of the host, for each model (default: %(default)s)",
     )
-    run.add_argument("--without-transformers", action="store_true", help="the artifacts alone")
+    compared = run.add_mutually_exclusive_group()
+    compared.add_argument("--without-transformers", action="store_true", help="the artifacts alone")
+    compared.add_argument(
+        "--compare",
+        choices=["compile"],
+        help="one more transformers, with a static cache and torch.compile",
+    )
     outputs = parser.add_argument_group("what is written")
     outputs.add_argument("--json", type=Path, metavar="FILE", help="everything that was measured, in seconds and bytes")
     outputs.add_argument(
         "--plot", type=Path, metavar="FILE.html", help="a page with the table and plots over the prompt length"
     )
     return parser.parse_args()
+
+
+def threads_of_environment() -> int:
+    """The first number of OMP_NUM_THREADS, which may be a list with one for each level; without one, the cores."""
+    first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    return int(first) if re.fullmatch("0*[1-9][0-9]{0,3}", first) else os.cpu_count()
 
 
 def check_args(args: argparse.Namespace) -> None:
@@ -168,7 +187,8 @@ def start_engines(artifact: Artifact, place: str, args: argparse.Namespace) -> l
     }
     engines = [Engine("artifact", {**job, "artifact": str(artifact.path)})]
     if not args.without_transformers:
-        engines += [Engine(name, {**job, "cache": cache}) for name, cache in TRANSFORMERS.items()]
+        references = {**TRANSFORMERS, **(COMPILED if args.compare == "compile" else {})}
+        engines += [Engine(name, {**job, "cache": how[0], "compile": how[1]}) for name, how in references.items()]
     return engines
 
 
@@ -323,7 +343,7 @@ def main() -> None:
         if args.shape:
             artifacts = make_artifacts(args, place, Path(scratch))
         else:
-            artifacts = [open_artifact(path, place) for path in args.artifacts]
+            artifacts = [open_artifact(path, place, verify=args.verify) for path in args.artifacts]
         rows, reached = [], {}
         for artifact in artifacts:
             dtype = artifact.settings.torch_dtype

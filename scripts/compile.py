@@ -23,6 +23,7 @@ from smollm3_neuron.artifact.settings import Settings
 from smollm3_neuron.errors import SmolLM3Error
 from smollm3_neuron.machine.locate import DEFAULT_MODEL, locate_model
 from smollm3_neuron.machine.preflight import check_device, choose_place
+from smollm3_neuron.machine.roofline import Estimate
 from smollm3_neuron.machine.scores import notes_on_attention
 from smollm3_neuron.model.config import read_config
 from smollm3_neuron.model.dtypes import QUANTIZATION_DTYPES
@@ -30,6 +31,7 @@ from smollm3_neuron.model.releases import installed_release
 from smollm3_neuron.model.smollm3_3b import SMOLLM3_3B
 from smollm3_neuron.vllm.serving import serve_command, settings_of_server
 from smollm3_neuron.weights.checkpoint import DROPPED_HEAD, drops_head
+from smollm3_neuron.weights.cut import cut_checkpoint
 from smollm3_neuron.weights.quantization import MODULE_NAMES, QUANTIZATION_TYPES
 
 
@@ -49,6 +51,12 @@ def add_checkpoint(group) -> None:
     group.add_argument("--revision", help="of the hub id (default: the pinned one for the default model)")
     group.add_argument(
         "--merge-adapter", type=Path, metavar="FOLDER", help="a PEFT LoRA adapter to merge into the weights"
+    )
+    group.add_argument(
+        "--num-layers",
+        type=int,
+        metavar="N",
+        help="only the first N layers, with the final norm and the head; writes OUTPUT-checkpoint, too (default: all)",
     )
 
 
@@ -122,6 +130,11 @@ def add_batching(group) -> None:
         "--ctx-batch-size", type=int, metavar="N", help="prompts encoded at once (default: 1 with continuous batching)"
     )
     group.add_argument(
+        "--apply-seq-ids-mask",
+        action="store_true",
+        help="a token step keeps the lines of requests that it leaves out, for 128 more positions of each line",
+    )
+    group.add_argument(
         "--is-prefix-caching", action="store_true", help="requests share what they begin with, in blocks of the cache"
     )
     group.add_argument(
@@ -165,7 +178,8 @@ def add_output(group) -> None:
 
 def settings_from(args: argparse.Namespace) -> Settings:
     """The artifact's settings: the arguments of the same names, and those that are named otherwise."""
-    sampling = json_object(getattr(args, "on_device_sampling_config", "null"))
+    given = getattr(args, "on_device_sampling_config", "null")
+    sampling = common.json_object("--on-device-sampling-config", given, '{"dynamic": true}')
     renamed = {"tp_degree": args.tp, "torch_dtype": args.dtype, "on_device_sampling_config": sampling}
     same = {field.name: getattr(args, field.name) for field in fields(Settings) if field.name not in renamed}
     settings = Settings(**same, **renamed)
@@ -174,21 +188,11 @@ def settings_from(args: argparse.Namespace) -> Settings:
     return settings
 
 
-def json_object(text: str) -> dict | None:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = text
-    if not isinstance(value, dict | None):
-        raise SmolLM3Error(
-            f'--on-device-sampling-config is {text!r}, allowed is a JSON object like {{"dynamic": true}}, or null'
-        )
-    return value
-
-
 def check_args(args: argparse.Namespace) -> None:
     if args.device == "hlo" and (args.merge_adapter or args.weights_only):
         raise SmolLM3Error("--device hlo writes graphs and no weights: leave --merge-adapter and --weights-only out")
+    if args.num_layers is not None and (args.merge_adapter or args.device == "hlo"):
+        raise SmolLM3Error("--num-layers goes with neither --merge-adapter nor --device hlo: leave one out")
     if args.nxd_source and args.device != "hlo":
         raise SmolLM3Error(
             f"--nxd-source is for --device hlo, which is {args.device!r}: leave one out or change the other"
@@ -206,6 +210,17 @@ def kv_heads(folder: Path, tp_degree: int) -> str:
         f"{plan.num_key_value_heads} KV heads at tp_degree {tp_degree}: {plan.strategy}, "
         f"{plan.key_value_heads_per_rank} per rank{cost}"
     )
+
+
+def stored_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
+def estimate_of(folder: Path, settings: Settings) -> Estimate:
+    """What a core holds of the artifact, as plan.py says it."""
+    config, quantized = read_config(folder).padded(settings), settings if settings.quantized else None
+    sizes = settings.tp_degree, settings.seq_len, settings.batch_size, settings.torch_dtype
+    return Estimate(config, *sizes, quantized=quantized)
 
 
 def say_what_may_not_work(folder: Path, settings: Settings) -> None:
@@ -252,11 +267,13 @@ def compile_and_report(args: argparse.Namespace, settings: Settings) -> None:
     place = choose_place(args.device)
     folder, name, revision = locate_model(args.model, args.revision)
     output = args.output or Path("artifacts") / f"{Path(name).name}-tp{args.tp}"
+    if args.num_layers is not None:
+        output = args.output or output.with_name(f"{output.name}-layers{args.num_layers}")
+        folder = cut_checkpoint(folder, args.num_layers, output.absolute().with_name(f"{output.name}-checkpoint"))
     if place == "emulated":
         print("This is an emulated Neuron device: its graphs are HLO for XLA-CPU, and no NEFF.")
     if place != "cpu":
-        weight_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-        for warning in check_device(args.tp, weight_bytes, output):
+        for warning in check_device(args.tp, stored_bytes(folder), output):
             print(f"warning: {warning}")
         say_what_may_not_work(folder, settings)
     else:
@@ -291,6 +308,10 @@ def compile_and_report(args: argparse.Namespace, settings: Settings) -> None:
             print(f"  {note}")
     for file, entry in artifact.manifest["files"].items():
         print(f"  {file:<44} {entry['size'] / 1e6:10.2f} MB")
+    estimate = estimate_of(folder, artifact.settings)
+    print("\n".join(common.model_sizes(estimate, stored_bytes(folder))))
+    held = {"weights": estimate.weights, "KV cache": estimate.kv_cache, "logits": estimate.logits}
+    print(f"per core: {', '.join(f'{name} {common.gigabytes(size)}' for name, size in held.items())}")
     if args.for_vllm:
         print(f"\nServe it: {serve_command(artifact)}")
     print(f'\nRun it: python scripts/generate.py {shlex.quote(str(artifact.path))} "The square root of 144 is"')

@@ -1,9 +1,9 @@
 """What benchmark.py measures: an artifact or transformers, each in a process of its own: python engines.py JOB
 
 JOB, as JSON: {"engine": a name, "place", "threads", "dtype", "checkpoint", "adapter"}, and "artifact" (a folder) or
-"cache" (generate's cache_implementation). The process loads the model and prints {"load": seconds}; then it answers
-each line {"prompts": token ids, "new_tokens"} with {"first": seconds to the first token, "gaps": seconds between two,
-"memory": bytes over what they were before loading}.
+"cache" (generate's cache_implementation) with "compile" (whether torch.compile compiles the forward). The process loads
+the model and prints {"load": seconds}; then it answers each line {"prompts": token ids, "new_tokens"} with {"first":
+seconds to the first token, "gaps": seconds between two, "memory": bytes over what they were before loading}.
 """
 
 import json
@@ -70,6 +70,8 @@ def load_transformers(job: dict) -> Answer:
     from smollm3_neuron.check.altered_reference import load_altered_reference
 
     model = load_altered_reference(job["checkpoint"], getattr(torch, job["dtype"]), job["adapter"])
+    if job["compile"]:
+        model.forward = torch.compile(model.forward)
 
     class Streamer(BaseStreamer):
         def __init__(self, on_token):

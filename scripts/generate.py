@@ -29,7 +29,7 @@ def parse_args() -> argparse.Namespace:
     place = parser.add_argument_group("where it runs and what is checked")
     common.add_device(place)
     place.add_argument("--tp", type=int, metavar="N", help="refuse an artifact made for another tensor-parallel degree")
-    place.add_argument("--verify", action="store_true", help="read the weights' digests too before loading")
+    common.add_verify(place)
     return parser.parse_intermixed_args()  # prompts may stand behind options
 
 
@@ -173,7 +173,7 @@ def main() -> None:
         common.quiet()
     tokenizer = artifact.tokenizer()
     texts = chat_prompts(args, tokenizer) if args.chat else args.prompts
-    prompts = tokenizer(texts, add_special_tokens=not args.chat)["input_ids"]
+    prompts = chat.encode(tokenizer, texts, add_special_tokens=not args.chat)
     max_new_tokens = NEW_TOKENS if args.max_new_tokens is None else args.max_new_tokens
     check_prompts(prompts, max_new_tokens, artifact.settings.max_context_length)
     if args.max_new_tokens is not None:

@@ -3,8 +3,9 @@
     python scripts/inspect_layers.py artifacts/tiny-tp2
 
 Per layer: RoPE or NoPE as the config has it and as the layer behaves, whether input + attention + MLP is the output to
-the bit, and the value that is furthest from transformers'. Exit code 0: all is right; 1: something is not; 2: it cannot
-be inspected.
+the bit, and the value that is furthest from transformers'. With --bisect, also on a device: the first wrong layer, by
+compiling and judging models of the first layers. Exit code 0: all is right; 1: something is not; 2: it cannot be
+inspected.
 """
 
 import argparse
@@ -14,12 +15,16 @@ import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import bisection
 import common
 
 from smollm3_neuron.artifact.build import build_config
 from smollm3_neuron.artifact.folder import Artifact, open_artifact
 from smollm3_neuron.errors import SmolLM3Error
+from smollm3_neuron.generate.chat import encode
 from smollm3_neuron.machine.preflight import choose_place
+from smollm3_neuron.machine.runtime import emulated_devices
+from smollm3_neuron.model.config import read_config
 
 CONTRIB = Path(__file__).resolve().parents[1] / "contrib"
 KINDS = {True: "RoPE", False: "NoPE"}
@@ -31,8 +36,14 @@ def parse_args() -> argparse.Namespace:
     inputs = parser.add_argument_group("what is compared")
     inputs.add_argument("--model", type=Path, help="checkpoint folder of the reference (default: the artifact's own)")
     inputs.add_argument("--prompt", default="The square root of 144 is", help="default: %(default)r")
+    inputs.add_argument(
+        "--bisect",
+        action="store_true",
+        help="compile models of the artifact's first layers and judge them, halving: 5 to 6 compiles of 36 layers",
+    )
     place = parser.add_argument_group("where it runs and what is written")
     common.add_device(place)
+    common.add_verify(place)
     place.add_argument(
         "--nxd-source",
         metavar="NXD_SRC:NXDI_SRC",
@@ -40,7 +51,33 @@ def parse_args() -> argparse.Namespace:
         "settings",
     )
     place.add_argument("--json", type=Path, metavar="FILE", help="everything that was measured")
+    place.add_argument(
+        "--values",
+        type=Path,
+        metavar="FILE.safetensors",
+        help="the values themselves, the model's as layers.N.NAME and transformers' as reference.layers.N.NAME",
+    )
+    place.add_argument("--layers", type=int, nargs="+", metavar="N", help="with --values, which layers (default: all)")
     return parser.parse_args()
+
+
+def layers_to_write(args: argparse.Namespace, count: int) -> list[int]:
+    if args.layers and not args.values:
+        raise SmolLM3Error("--layers says which layers go into the file of --values: pass it, too")
+    wrong = [layer for layer in args.layers or () if not 0 <= layer < count]
+    if wrong:
+        raise SmolLM3Error(f"--layers has {wrong[0]}, allowed are 0 to {count - 1}")
+    return args.layers or list(range(count))
+
+
+def write_values(path: Path, inspection, tokens: list[int], layers: list[int]) -> None:
+    from safetensors.torch import save_file
+
+    from smollm3_neuron.check.inspection import named_values
+
+    own = named_values(inspection.values, tokens, layers)
+    theirs = named_values(inspection.reference, tokens, layers)
+    save_file({**own, **{f"reference.{name}": tensor for name, tensor in theirs.items()}}, path)
 
 
 def on_cpu_runtime(artifact: Artifact):
@@ -75,14 +112,27 @@ def on_sources(artifact: Artifact, nxd_source: str):
     return app, None
 
 
-def open_for_inspection(args: argparse.Namespace) -> Artifact:
-    place = "cpu" if args.nxd_source else choose_place(args.device)
-    if place != "cpu":
+def check_inspectable(place: str) -> None:
+    """SmolLM3Error where the artifact's graphs cannot be looked into."""
+    ways = {
+        "neuron": "run it in an environment without the SDK, on an artifact of the same checkpoint for the CPU",
+        "emulated": "give --nxd-source, by which the model code runs on the library's sources with this artifact's "
+        "checkpoint and settings",
+    }
+    if place in ways:
         raise SmolLM3Error(
             "inspect_layers.py cannot look into a device: NxD Inference 0.7 and 0.8 capture no tensors of a text "
-            "model; run it in an environment without the SDK, on an artifact of the same checkpoint for the CPU"
+            f"model; use --bisect, or {ways[place]}"
         )
-    artifact = open_artifact(args.artifact, place)
+
+
+def open_for_inspection(args: argparse.Namespace) -> Artifact:
+    if args.nxd_source:
+        place = "emulated" if emulated_devices() else "cpu"
+    else:
+        place = choose_place(args.device)
+        check_inspectable(place)
+    artifact = open_artifact(args.artifact, place, verify=args.verify)
     common.note_foreign_code(artifact)
     if args.nxd_source and artifact.adapter:
         raise SmolLM3Error(f"--nxd-source, but {artifact.adapter} is merged into the artifact: leave --nxd-source out")
@@ -90,7 +140,7 @@ def open_for_inspection(args: argparse.Namespace) -> Artifact:
 
 
 def prompt_tokens(artifact: Artifact, prompt: str) -> list[int]:
-    tokens = artifact.tokenizer()(prompt)["input_ids"]
+    (tokens,) = encode(artifact.tokenizer(), [prompt])
     if not 3 <= len(tokens) <= artifact.settings.max_context_length:
         raise SmolLM3Error(
             f"--prompt has {len(tokens)} tokens, allowed are 3 to {artifact.settings.max_context_length}"
@@ -143,6 +193,8 @@ def as_dict(inspection) -> dict:
                 "rope_of_config": of_config,
                 "rope_of_projections": of_projections,
                 "rope_of_spacing": of_spacing,
+                "spacing_size": inspection.spacing_sizes[layer],
+                "spacing_keeps_position_0": inspection.spacing_keeps_first[layer],
                 "identity": layer not in inspection.broken_identity,
             }
             for layer, (of_config, of_projections, of_spacing) in enumerate(probes)
@@ -155,18 +207,34 @@ def as_dict(inspection) -> dict:
     }
 
 
+def bisect(args: argparse.Namespace) -> None:
+    if args.nxd_source:
+        raise SmolLM3Error("--bisect compiles, and --nxd-source compiles nothing: leave one out")
+    artifact = open_artifact(args.artifact, choose_place(args.device))
+    common.quiet()
+    found = bisection.find_wrong_layer(artifact, args.model, args.device)
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
+    sys.exit(bisection.report(artifact, found))
+
+
 def main() -> None:
     args = parse_args()
-    common.check_outputs(args.json)
+    common.check_outputs(args.json, args.values)
+    if args.bisect:
+        bisect(args)
     artifact = open_for_inspection(args)
     folder = common.reference_folder(args.model, artifact)
     common.quiet()
     tokens = prompt_tokens(artifact, args.prompt)
+    layers = layers_to_write(args, read_config(folder).num_hidden_layers)
     app, ranks = on_sources(artifact, args.nxd_source) if args.nxd_source else on_cpu_runtime(artifact)
     from smollm3_neuron.check.inspection import inspect
 
     inspection = inspect(app, folder, tokens, ranks, artifact.adapter)
     print_layers(inspection)
+    if args.values:
+        write_values(args.values, inspection, tokens, layers)
     if args.json:
         args.json.write_text(json.dumps(as_dict(inspection), indent=1) + "\n")
     print_verdict(inspection)
@@ -174,4 +242,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    common.run(main)
+    common.run(main, failed=2)

@@ -9,7 +9,7 @@ Nothing of it was measured by this project; "-" stands where no figure was publi
 
 import argparse
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import common
@@ -17,6 +17,7 @@ import common
 from smollm3_neuron.artifact.settings import Settings
 from smollm3_neuron.errors import SmolLM3Error
 from smollm3_neuron.machine.expectations import FIGURES, PUBLISHED_PORT, Expectation
+from smollm3_neuron.machine.locate import local_model
 from smollm3_neuron.machine.roofline import (
     GB,
     HBM_PER_CORE,
@@ -24,6 +25,7 @@ from smollm3_neuron.machine.roofline import (
     RESERVED_PER_CORE,
     Estimate,
     check_tp_degree,
+    parameters,
 )
 from smollm3_neuron.model.config import read_config, resolve_config
 from smollm3_neuron.model.dtypes import MODEL_DTYPES
@@ -35,7 +37,7 @@ SHARDING_MEMORY = 1 * GB  # of the streaming sharder, at most; tools/bench_shard
 def parse_args() -> argparse.Namespace:
     parser = common.Parser(__doc__)
     inputs = parser.add_argument_group("the model and the machine")
-    inputs.add_argument("--model", type=Path, help="checkpoint folder (default: the shape of SmolLM3-3B)")
+    inputs.add_argument("--model", help="checkpoint folder or 'tiny' (default: the shape of SmolLM3-3B)")
     inputs.add_argument(
         "--instance", default="trn1.2xlarge", help=f"one of {', '.join(INSTANCES)} (default: %(default)s)"
     )
@@ -44,10 +46,14 @@ def parse_args() -> argparse.Namespace:
     shape.add_argument("--seq-len", type=int, metavar="N", default=Settings.seq_len, help="default: %(default)s")
     shape.add_argument("--batch-size", type=int, metavar="N", default=Settings.batch_size, help="default: %(default)s")
     shape.add_argument("--dtype", default=Settings.torch_dtype, help="default: %(default)s")
+    shape.add_argument("--apply-seq-ids-mask", action="store_true", help="as compile.py's")
     shape.add_argument("--pad-intermediate", type=int, metavar="N", help="as compile.py's")
+    shape.add_argument("--quantized", action="store_true", help="8-bit weights, as compile.py's")
     outputs = parser.add_argument_group("what is written")
     outputs.add_argument("--json", action="store_true", help="the same as JSON, in bytes and seconds")
-    outputs.add_argument("--plot", type=Path, metavar="FILE.png", help="draw which context fits with which batch")
+    outputs.add_argument(
+        "--plot", type=Path, metavar="FILE.png", help="draw which context fits with which batch, and speed"
+    )
     return parser.parse_args()
 
 
@@ -60,6 +66,7 @@ def as_dict(estimate: Estimate, instance: str) -> dict:
         "attention_heads_per_core": plan.attention_heads_per_rank,
         "key_value_heads_per_core": plan.key_value_heads_per_rank,
         "kv_memory_factor": plan.key_value_heads_per_rank * plan.tp_degree / plan.num_key_value_heads,
+        "kv_bytes_per_token": estimate.kv_cache_per_token,
         "weights": estimate.weights,
         "untied_head": estimate.untied_head,
         "kv_cache": estimate.kv_cache,
@@ -87,22 +94,24 @@ LINES = (
     ("KV heads", lambda plan: f"{plan['strategy']}: {plan['key_value_heads_per_core']} per core"),
     ("query heads per core", lambda plan: str(plan["attention_heads_per_core"])),
     ("KV memory, times the checkpoint's heads", lambda plan: f"{plan['kv_memory_factor']:.2f}"),
-    ("weights", lambda plan: gigabytes(plan["weights"])),
-    ("  of these the untied head", lambda plan: gigabytes(plan["untied_head"])),
-    ("KV cache", lambda plan: gigabytes(plan["kv_cache"])),
-    ("logits", lambda plan: gigabytes(plan["logits"])),
-    ("total", lambda plan: gigabytes(plan["total"]) + ("" if plan["fits"] else "  DOES NOT FIT")),
-    ("scores of a prompt that long, at most", lambda plan: gigabytes(plan["scores_at_most"])),
+    ("weights", lambda plan: common.gigabytes(plan["weights"])),
+    ("  of these the untied head", lambda plan: common.gigabytes(plan["untied_head"])),
+    ("KV cache", lambda plan: common.gigabytes(plan["kv_cache"])),
+    ("  of one token", lambda plan: f"{plan['kv_bytes_per_token']:,} bytes"),
+    ("logits", lambda plan: common.gigabytes(plan["logits"])),
+    ("total", lambda plan: common.gigabytes(plan["total"])),
+    ("fits", lambda plan: "yes" if plan["fits"] else "DOES NOT FIT"),
+    ("scores of a prompt that long, at most", lambda plan: common.gigabytes(plan["scores_at_most"])),
     ("largest batch at this seq_len", lambda plan: str(plan["largest_batch"])),
     ("largest seq_len at this batch", lambda plan: str(plan["largest_seq_len"])),
-    ("read per decode step", lambda plan: gigabytes(plan["decode_bytes"])),
+    ("read per decode step", lambda plan: common.gigabytes(plan["decode_bytes"])),
     ("first token, at least", lambda plan: f"{plan['prefill_seconds_at_least'] * 1000:.1f} ms"),
     ("tokens per second, at most", lambda plan: f"{plan['tokens_per_second_at_most']:.0f}"),
     ("first token, expected", lambda plan: known(plan["prefill_seconds_expected"], 1000, ".1f", " ms")),
     ("one step, expected", lambda plan: known(plan["decode_seconds_expected"], 1000, ".1f", " ms")),
     ("tokens per second, expected", lambda plan: known(plan["tokens_per_second_expected"], 1, ".0f")),
-    ("host memory to shard, at most", lambda plan: gigabytes(plan["host_memory_to_shard"])),
-    ("host memory to load", lambda plan: gigabytes(plan["host_memory_to_load"])),
+    ("host memory to shard, at most", lambda plan: common.gigabytes(plan["host_memory_to_shard"])),
+    ("host memory to load", lambda plan: common.gigabytes(plan["host_memory_to_load"])),
 )
 
 
@@ -116,11 +125,23 @@ def known(value: float | None, unit: float, form: str, name: str = "") -> str:
     return "-" if value is None else f"{value * unit:{form}}{name}"
 
 
-def gigabytes(count: int) -> str:
-    return f"{count / GB:.3f} GB"
+def stored_bytes(model: str | None) -> int | None:
+    """The bytes of a checkpoint's files of weights."""
+    if model is None:
+        return None
+    return sum(file.stat().st_size for file in local_model(model)[0].glob("*.safetensors"))
 
 
-def plot(estimates: list[Estimate], path: Path) -> None:
+def curve(estimate: Estimate, instance: str) -> list[tuple[int, float, float | None]]:
+    """(context, tokens per second at most, and expected), of contexts that fit, each twice the last."""
+    longest, contexts = estimate.largest_seq_len(estimate.batch_size), []
+    while (context := 128 << len(contexts)) <= longest:
+        contexts.append(context)
+    points = [replace(estimate, seq_len=context, context_length=None) for context in contexts]
+    return [(one.seq_len, one.tokens_per_second, Expectation(one, instance).tokens_per_second) for one in points]
+
+
+def plot(estimates: list[Estimate], instance: str, path: Path) -> None:
     try:
         import matplotlib
     except ModuleNotFoundError:
@@ -128,7 +149,7 @@ def plot(estimates: list[Estimate], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+    figure, (axes, speed) = pyplot.subplots(1, 2, figsize=(13, 4.5), layout="constrained")
     batches = [2 ** (step / 4) for step in range(33)]
     for estimate in estimates:
         contexts = [estimate.largest_seq_len(max(1, int(batch))) for batch in batches]
@@ -142,10 +163,19 @@ def plot(estimates: list[Estimate], path: Path) -> None:
     )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
-    axes.grid(alpha=0.3)
-    axes.legend()
+    for estimate in estimates:
+        contexts, most, expected = zip(*curve(estimate, instance)) if curve(estimate, instance) else ((), (), ())
+        (line,) = speed.plot(contexts, most, "--", label=f"TP {estimate.tp_degree}, at most")
+        if None not in expected:
+            speed.plot(contexts, expected, color=line.get_color(), label=f"TP {estimate.tp_degree}, expected")
+    batch = estimates[0].batch_size
+    speed.set(xlabel="context", ylabel="tokens per second", title=f"Speed against context, batch size {batch}")
+    speed.set_xscale("log", base=2)
+    for one in (axes, speed):
+        one.grid(alpha=0.3)
+        one.legend()
     try:
-        figure.savefig(path)
+        figure.savefig(path, format=path.suffix[1:] or "png")  # left to itself it would write another file
     except (OSError, ValueError) as error:
         raise SmolLM3Error(f"{path}: cannot be written ({error}); pass a FILE.png") from None
 
@@ -154,48 +184,76 @@ def estimates_for(args: argparse.Namespace) -> list[Estimate]:
     """One estimate per TP degree; SmolLM3Error for an instance, degree, dtype or shape that is not allowed."""
     if args.instance not in INSTANCES:
         raise SmolLM3Error(f"instance is {args.instance!r}, known are {', '.join(INSTANCES)}")
-    config = read_config(args.model) if args.model else resolve_config(SMOLLM3_3B)
+    config = resolve_config(SMOLLM3_3B) if args.model is None else read_config(local_model(args.model)[0])
     if args.tp is not None:
         check_tp_degree(args.instance, args.tp)
     if args.dtype not in MODEL_DTYPES:
         raise SmolLM3Error(f"dtype is {args.dtype!r}, allowed is one of {', '.join(MODEL_DTYPES)}")
     estimates = []
     for tp_degree in (args.tp,) if args.tp is not None else INSTANCES[args.instance].tp_degrees:
+        mask = args.apply_seq_ids_mask
         settings = Settings(
-            tp_degree, args.batch_size, args.seq_len, None, args.dtype, padded_intermediate_size=args.pad_intermediate
+            tp_degree,
+            args.batch_size,
+            args.seq_len,
+            None,
+            args.dtype,
+            padded_intermediate_size=args.pad_intermediate,
+            quantized=args.quantized,
+            is_continuous_batching=mask,
+            apply_seq_ids_mask=mask,
         ).checked(config)
         sizes = settings.seq_len, settings.batch_size, settings.torch_dtype
-        estimates.append(Estimate(config.padded(settings), tp_degree, *sizes))
+        quantized = settings if args.quantized else None
+        switches = {"apply_seq_ids_mask": mask, "quantized": quantized}
+        estimates.append(Estimate(config.padded(settings), tp_degree, *sizes, **switches))
     return estimates
 
 
-def print_plans(args: argparse.Namespace, plans: list[dict]) -> None:
+def print_plans(args: argparse.Namespace, estimates: list[Estimate], plans: list[dict]) -> None:
     instance = INSTANCES[args.instance]
     print(
         f"{args.instance}: {instance.neuron_cores} NeuronCores of {HBM_PER_CORE / GB:.0f} GB, "
         f"{instance.host_memory} GiB of host memory; TP degrees {', '.join(map(str, instance.tp_degrees))}\n"
-        f"seq_len {args.seq_len}, batch_size {args.batch_size}, {args.dtype}; "
-        f"per core, {RESERVED_PER_CORE / GB:.0f} GB kept free\n"
+        f"seq_len {args.seq_len}, batch_size {args.batch_size}, {args.dtype}"
+        f"{', 8-bit weights' if args.quantized else ''}; per core, {RESERVED_PER_CORE / GB:.0f} GB kept free"
     )
-    print(f"{'':<42}" + "".join(f"{'TP ' + str(plan['tp_degree']):>24}" for plan in plans))
+    print("\n".join(common.model_sizes(estimates[0], stored_bytes(args.model))) + "\n")
+    print(f"{'':<42}" + "".join(f"{'TP ' + str(plan['tp_degree']):>26}" for plan in plans))
     for label, cell in LINES:
-        print(f"{label:<42}" + "".join(f"{cell(plan):>24}" for plan in plans))
+        print(f"{label:<42}" + "".join(f"{cell(plan):>26}" for plan in plans))
     print(EXPECTED_FROM)
 
 
 def main() -> None:
     args = parse_args()
+    common.check_outputs(args.plot)
     estimates = estimates_for(args)
     plans = [as_dict(estimate, args.instance) for estimate in estimates]
     if args.plot:
-        plot(estimates, args.plot)
+        plot(estimates, args.instance, args.plot)
     if args.json:
         settings = {"seq_len": args.seq_len, "batch_size": args.batch_size, "torch_dtype": args.dtype}
         settings["padded_intermediate_size"] = args.pad_intermediate
-        content = {"instance": args.instance, **asdict(INSTANCES[args.instance]), "settings": settings, "plans": plans}
+        settings["quantized"] = args.quantized
+        count, tensors = parameters(estimates[0].config)
+        whole = replace(estimates[0], tp_degree=1)
+        model = {
+            "parameters": count,
+            "tensors": tensors,
+            "checkpoint_bytes": stored_bytes(args.model) or 2 * count,
+            "kv_bytes_per_token": whole.kv_cache_per_token,
+        }
+        content = {
+            "model": model,
+            "instance": args.instance,
+            **asdict(INSTANCES[args.instance]),
+            "settings": settings,
+            "plans": plans,
+        }
         print(json.dumps({**content, "expected_from": [asdict(figure) for figure in FIGURES]}, indent=2))
     else:
-        print_plans(args, plans)
+        print_plans(args, estimates, plans)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import common
 import svg
 
 from smollm3_neuron.artifact.folder import Artifact, open_artifact
+from smollm3_neuron.errors import NotANumber
 from smollm3_neuron.machine.preflight import choose_place
 
 COLOURS = {"identical": "#1b9e77", "near tie": "#e6ab02", "wrong": "#d62728"}
@@ -35,10 +36,10 @@ def parse_args() -> argparse.Namespace:
         "--tp", type=int, metavar="N", help="refuse an artifact made for another tensor-parallel degree"
     )
     common.add_device(inputs)
+    common.add_verify(inputs)
     limits = parser.add_argument_group("what is allowed")
     limits.add_argument(
         "--tol-map",
-        type=json.loads,
         metavar="JSON",
         help="logit errors by top-k as shares of the largest logit, "
         '{"5": 0.01, "50": 0.02, "1000": 0.03, "all": 0.05} '
@@ -58,25 +59,14 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def prompts_and_text(folder: Path) -> tuple[list[str], str]:
-    """Prompts and a text; a checkpoint of this repository brings its own, the held-out ones among them."""
-    from smollm3_neuron.check.validation import PROMPTS, TEXT
-
-    if not (folder / "prompts.json").is_file():
-        return list(PROMPTS), TEXT
-    own = json.loads((folder / "prompts.json").read_text())
-    held_out = [(entry["prompt"], entry["answer"]) for entry in own["held_out"]]
-    return [*own["published"], *(prompt for prompt, _ in held_out)], "\n".join(map("".join, held_out))
-
-
 def judge(args: argparse.Namespace, artifact: Artifact, folder: Path, tokenizer):
     """Runs artifact and reference; the report. Where the artifact's logits are no numbers: says so, exit code 1."""
     import torch
 
-    from smollm3_neuron.check.validation import WRONG, Reference, make_cases, parse_tol_map, validate
-    from smollm3_neuron.generate.generation import NotANumber
+    from smollm3_neuron.check.validation import WRONG, Reference, make_cases, parse_tol_map, prompts_and_text, validate
 
-    tol_map = None if args.tol_map is None else parse_tol_map(args.tol_map)
+    tol_map = common.json_object("--tol-map", args.tol_map or "null", '{"5": 0.01, "all": 0.05}')
+    tol_map = None if tol_map is None else parse_tol_map(tol_map)
     settings = artifact.settings
     texts = prompts_and_text(folder)
     cases, left_out = make_cases(tokenizer, *texts, settings.max_context_length, settings.seq_len)
@@ -120,6 +110,7 @@ def summary(report, artifact: Artifact, max_new_tokens: int) -> list[str]:
     prompts, chats = report.cases_of("prompt"), report.cases_of("chat")
     errors = {name: max(max(judged.errors[name]) for judged in report.cases) for name in report.tol_map}
     error_texts = [f"top {name} {errors[name]:.1e} ({allowed:.1e})" for name, allowed in report.tol_map.items()]
+    passes = ", ".join(f"{count} in {dtype}" for dtype, count in report.passes.items())
     smallest_margin = min(min(judged.margins) for judged in prompts)
     return [
         f"verdict: {report.verdict}",
@@ -128,6 +119,7 @@ def summary(report, artifact: Artifact, max_new_tokens: int) -> list[str]:
         f"a tie may be {report.divergence_difference_tol:.1e} apart; {count_equal(chats)} chat prompts equal; "
         f"perplexity of a text {perplexity['model']:.5f}, transformers' {perplexity['transformers']:.5f}, "
         f"in the wider dtype {perplexity['exact']:.5f}",
+        f"passes over transformers' layers: {passes}",
         f"{count_equal(prompts)} prompts equal to transformers' ({artifact.place}, tp_degree {settings.tp_degree}, "
         f"{settings.torch_dtype}, {max_new_tokens} new tokens each, EOS barred); smallest margin between the two best "
         f"logits {smallest_margin:.3f}",
@@ -230,7 +222,7 @@ def page(report, provenance: dict, lines: list[str], tokenizer) -> str:
 def main() -> None:
     args = parse_args()
     common.check_outputs(args.json, args.html)
-    artifact = open_artifact(args.artifact, choose_place(args.device), tp_degree=args.tp)
+    artifact = open_artifact(args.artifact, choose_place(args.device), tp_degree=args.tp, verify=args.verify)
     common.note_foreign_code(artifact)
     if artifact.place == "cpu":
         common.quiet()
@@ -256,4 +248,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    common.run(main)
+    common.run(main, failed=2)

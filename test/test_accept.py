@@ -58,10 +58,31 @@ def test_a_server_that_ends_or_is_never_healthy(monkeypatch):
         acceptance.ask_server("sleep 60", 1, "folder", timeout=2)
 
 
+def test_the_absolute_error_of_float32_logits(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import acceptance
+    from places import TINY
+
+    from smollm3_neuron.artifact.build import compile_artifact
+    from smollm3_neuron.artifact.settings import Settings
+    from smollm3_neuron.machine.runtime import ensure_neuronx
+
+    ensure_neuronx()
+    compile_artifact(TINY, tmp_path / "artifact", Settings(seq_len=96, torch_dtype="float32"), "cpu")
+    asked = ["acceptance.py", "float32", str(tmp_path / "artifact"), "--json", str(tmp_path / "found.json")]
+    monkeypatch.setattr(sys, "argv", [*asked, "--device", "cpu"])
+    acceptance.main()
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["tokens"] == 78 and 0 < found["mean"] < found["maximum"] < 1e-4
+    monkeypatch.setattr(acceptance, "PUBLISHED_ERRORS", {"maximum": found["maximum"] / 2})
+    with pytest.raises(SmolLM3Error, match="the maximum error of the logits is .* is allowed"):
+        acceptance.main()
+
+
 @pytest.mark.slow
 def test_accept_goes_on_where_it_stopped(tmp_path):
     command = ["bash", ROOT / "scripts/accept.sh", "--device", "cpu", "--model", "tiny", "--tp", "1", "--seq-len", "64"]
-    command += ["--dtype", "float32", "--output", tmp_path / "results"]
+    command += ["--float32", "--output", tmp_path / "results"]
 
     def accept(*more) -> subprocess.CompletedProcess:
         import os
@@ -70,7 +91,7 @@ def test_accept_goes_on_where_it_stopped(tmp_path):
         return subprocess.run([*command, *more], capture_output=True, text=True, env=environment, timeout=600)
 
     results = tmp_path / "results"
-    (results / "benchmark-2.json").mkdir(parents=True)  # what the sixth step cannot write over
+    (results / "benchmark-2.json").mkdir(parents=True)  # what the seventh step cannot write over
     stopped = accept()
     assert stopped.returncode == 1 and "benchmark-2: failed with exit code" in stopped.stderr, (
         stopped.stdout + stopped.stderr
@@ -92,6 +113,7 @@ def test_accept_goes_on_where_it_stopped(tmp_path):
         "compile: done before",
         "generate: done before",
         "validate: done before",
+        "float32: done before",
         "benchmark-1: done before",
     ]
     assert lines[-2].startswith("| a CPU, ") and "| identical | 57 of 57 |" in lines[-2]
@@ -113,4 +135,7 @@ def test_accept_goes_on_where_it_stopped(tmp_path):
     assert rows[1]["decode_ratio"] == 1 and all(row["first_token"] > 0 and row["memory"] > 0 for row in rows)
     other = accept("--tp", "2")
     assert other.returncode == 2 and "choose another --output" in other.stderr
+    assert json.loads(shared)["float32"]["tokens"] == 64
+    both = accept("--dtype", "bfloat16")
+    assert both.returncode == 2 and "--float32 and --dtype bfloat16: leave one out" in both.stderr
     assert accept("--tpp", "2").returncode == 2

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
+import written
+from peft import LoraConfig, PeftModel
 from reference import make_adapter
 from safetensors.torch import load_file, save_file
 from transformers import SmolLM3ForCausalLM
@@ -213,6 +214,51 @@ def test_faults_of_files_are_named(an_adapter, random_checkpoints, tmp_path):
     (adapter / "adapter_config.json").write_text("{")
     with pytest.raises(SmolLM3Error, match="adapter_config.json: not valid JSON"):
         read(adapter, random_checkpoints["plain"])
+
+
+def as_it_trains(tensors):
+    """DoRA's magnitudes under the name that PEFT's own modules have for them."""
+    for key in [key for key in tensors if key.endswith(".lora_magnitude_vector")]:
+        tensors[f"{key}.weight"] = tensors.pop(key)
+
+
+FORMS = [
+    *((case, "0.7") for case in ("every linear", "patterns", "saved embeddings", "tied embeddings")),
+    *((case, version) for version in ("0.10", "0.17", "0.18") for case in ("patterns", "rslora", "dora")),
+]
+
+
+@pytest.mark.parametrize("case, version", FORMS)
+def test_an_adapter_of_another_version_is_read_the_same(case, version, random_checkpoints, tmp_path):
+    """The installed PEFT writes the newest form; `version` wrote fewer fields, and those that it has mean the same."""
+    checkpoint, config = CASES[case]
+    newest = make_adapter(random_checkpoints[checkpoint], tmp_path / "newest", **config)
+    other = shutil.copytree(newest, tmp_path / "other")
+    fields = written.read(newest / "adapter_config.json")
+    older = written.adapter_config_of(version, fields)
+    (other / "adapter_config.json").write_text(json.dumps(older))
+    rewrite(other, as_it_trains)
+    assert len(older) < len(fields)
+    assert_merged_equal(*(read(folder, random_checkpoints[checkpoint]) for folder in (newest, other)))
+
+
+def test_an_adapter_that_transformers_itself_saved(random_checkpoints, tmp_path):
+    """`add_adapter` and `save_pretrained` of the model, without PEFT's own model around it."""
+    checkpoint, how = random_checkpoints["plain"], dict(target_modules=LINEARS, r=4, lora_alpha=12)
+    of_peft = make_adapter(checkpoint, tmp_path / "peft", **how)
+    model = SmolLM3ForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    model.add_adapter(LoraConfig(**how))
+    model.load_state_dict(load_peft(checkpoint, of_peft).base_model.model.state_dict())
+    model.save_pretrained(tmp_path / "transformers")
+    assert_merged_equal(read(of_peft, checkpoint), read(tmp_path / "transformers", checkpoint))
+
+
+def assert_merged_equal(one: Adapter, other: Adapter) -> None:
+    assert one.scaling == other.scaling and one.roles.keys() == other.roles.keys() != set()
+    for name, roles in one.roles.items():
+        assert roles.keys() == other.roles[name].keys()
+        for role, key in roles.items():
+            assert torch.equal(one.file.get_tensor(key), other.file.get_tensor(other.roles[name][role]))
 
 
 @pytest.mark.parametrize("use_dora", [False, True])

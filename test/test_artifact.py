@@ -1,6 +1,7 @@
 """An artifact is whole or is not there: killed, damaged, starved, denied, made for something else."""
 
 import contextlib
+import importlib
 import json
 import os
 import random
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from manifests import rewrite
+from places import ROOT
 
 from smollm3_neuron.artifact import staging
 from smollm3_neuron.artifact.build import Callbacks, compile_artifact
@@ -50,6 +52,31 @@ def fork(tmp_path: Path, cases: list[dict]) -> list[dict]:
 
 def left_behind(folder: Path, name: str) -> list[str]:
     return sorted(p.name for p in folder.iterdir() if p.name.startswith(f".{name}."))
+
+
+def test_without_a_generation_config_the_end_is_the_configs(copy):
+    """neuron_config.json has it, which the library writes with an Infinity in it."""
+    assert "Infinity" in (copy / "neuron_config.json").read_text()
+    files = json.loads((copy / MANIFEST).read_text())["files"]
+    rewrite(copy, files={name: entry for name, entry in files.items() if name != "generation_config.json"})
+    assert open_artifact(copy, "cpu").eos_token_ids() == [3]
+
+
+@pytest.mark.parametrize("command", ["generate", "validate", "benchmark", "inspect_layers"])
+def test_every_command_that_loads_verifies_when_asked(command, copy, monkeypatch):
+    shard = copy / "weights/tp0_sharded_checkpoint.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-5] ^= 1
+    shard.write_bytes(content)
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import common
+
+    monkeypatch.setattr(common, "quiet", lambda: None)
+    prompt = ["1+1="] if command == "generate" else []
+    monkeypatch.setattr(sys, "argv", [command, str(copy), *prompt, "--verify"])
+    with pytest.raises(SmolLM3Error, match="tp0_sharded_checkpoint.safetensors: damaged"):
+        importlib.import_module(command).main()
+    open_artifact(copy, "cpu")  # which nothing else would tell
 
 
 def test_a_killed_compile_leaves_nothing_that_loads(tmp_path):
@@ -102,6 +129,16 @@ def test_a_truncated_or_missing_file_is_named(good, tmp_path):
             shutil.rmtree(folder)
 
 
+def test_the_weights_of_another_rank_are_named(copy):
+    """The files of two ranks have one size and one header: nothing but their own rank tells them apart unread."""
+    shards = [copy / f"weights/tp{rank}_sharded_checkpoint.safetensors" for rank in (0, 1)]
+    first, second = (shard.read_bytes() for shard in shards)
+    shards[0].write_bytes(second)
+    shards[1].write_bytes(first)
+    with pytest.raises(SmolLM3Error, match="tp0_.*: the weights of rank 1 are in it, not those of rank 0; compile"):
+        open_artifact(copy, "cpu")
+
+
 def test_a_flipped_byte_is_caught(good, copy):
     place = random.Random(2)
     for name in files_of(good):
@@ -113,10 +150,11 @@ def test_a_flipped_byte_is_caught(good, copy):
             with pytest.raises(SmolLM3Error, match="damaged|bytes|format"):
                 open_artifact(copy, "cpu")
             flip(file, offset)
-        if size > header:  # the weights themselves: only --verify reads them
-            for offset in {header, size - 1, *(place.randrange(header, size) for _ in range(5))}:
+        if size > header:  # the weights themselves: only --verify reads them, but for the rank, which is the last
+            for offset in {header, size - 1, *(place.randrange(header, size - 4) for _ in range(5))}:
                 flip(file, offset)
-                open_artifact(copy, "cpu")
+                with pytest.raises(SmolLM3Error, match="damaged") if offset == size - 1 else contextlib.nullcontext():
+                    open_artifact(copy, "cpu")
                 with pytest.raises(SmolLM3Error, match=f"{file.name}: damaged"):
                     open_artifact(copy, "cpu", verify=True)
                 flip(file, offset)

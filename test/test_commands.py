@@ -148,6 +148,16 @@ def test_compile_refuses_a_broken_checkpoint(checkpoint, tmp_path, what, parts):
     assert compiled(tmp_path) == []
 
 
+def test_compile_warns_of_a_head_that_it_drops(checkpoint, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(checkpoint / "model.safetensors")
+    head = {"lm_head.weight": weights["model.embed_tokens.weight"] + 1}
+    save_file({**weights, **head}, checkpoint / "model.safetensors", {"format": "pt"})
+    done = run("compile", "--model", checkpoint, "--tp", 2, "--seq-len", 16, "--output", tmp_path / "artifact")
+    assert done.returncode == 0 and "warning: lm_head.weight differs from embed_tokens.weight" in done.stdout, done
+
+
 @pytest.mark.parametrize(
     "args, parts",
     [
@@ -213,6 +223,20 @@ def test_a_chat_samples_as_the_checkpoint_asks(artifact, tmp_path):
     assert len(seeds) == 2 and answer("--temperature", "0") not in seeds
 
 
+@pytest.mark.parametrize(
+    "given, threads", [("2,4", 2), (" 3 ", 3), ("", None), ("abc", None), ("0", None), ("-1", None), ("9" * 5000, None)]
+)
+def test_threads_of_the_environment(given, threads, monkeypatch):
+    """A list has one for each level, and what is no number is left to the OpenMP library."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import os
+
+    from benchmark import threads_of_environment
+
+    monkeypatch.setenv("OMP_NUM_THREADS", given)
+    assert threads_of_environment() == (threads or os.cpu_count())
+
+
 def test_prompts_may_stand_behind_options(artifact):
     done = run("generate", artifact, "--device", "cpu", "--max-new-tokens", "4", "1+1=")
     assert done.returncode == 0 and done.stdout.startswith("1+1="), done.stderr
@@ -263,13 +287,14 @@ def test_more_tokens_than_the_context_has_left_are_said(artifact):
     assert "note:" not in run("generate", artifact, "1+1=", "--max-new-tokens", "16").stderr
 
 
-def test_the_same_again_is_recognised_at_once(artifact):
-    import time
+def test_the_same_again_is_recognised_and_nothing_is_written(artifact):
+    def written() -> dict[Path, tuple[int, int]]:
+        return {file: (file.stat().st_ino, file.stat().st_mtime_ns) for file in [artifact, *artifact.rglob("*")]}
 
-    began = time.perf_counter()
+    before = written()
     done = run("compile", "--model", "tiny", "--tp", 2, "--batch-size", 2, *SMALL, "--output", artifact)
     assert "nothing to do" in done.stdout and done.returncode == 0
-    assert time.perf_counter() - began < 10  # 2 s on a quiet machine
+    assert written() == before
 
 
 @pytest.fixture(scope="module")
@@ -306,6 +331,33 @@ def test_validate_says_wrong(stale, tmp_path):
     done = run("validate", stale, "--max-new-tokens", 1)
     assert done.returncode == 1 and "verdict: wrong" in done.stdout, done.stdout + done.stderr
     refused(run("validate", stale, "--html", tmp_path / "no/page.html"), "no/page.html: no such folder")
+
+
+def test_a_damaged_reference_is_no_verdict(artifact, checkpoint, tmp_path):
+    weights = checkpoint / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1])
+    for script in ("validate", "inspect_layers"):
+        refused(run(script, artifact, "--model", checkpoint), "model.safetensors: not a whole safetensors file")
+    weights.write_bytes(whole)
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps({**config, "vocab_size": config["vocab_size"] + 1}))
+    refused(
+        run("validate", artifact, "--model", checkpoint), f"vocab_size is {config['vocab_size'] + 1}, the artifact's"
+    )
+
+
+def test_what_breaks_a_judge_is_no_verdict(capsys, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import common
+
+    def main():
+        raise RuntimeError("broken")
+
+    for code, options in ((2, {"failed": 2}), (1, {})):
+        with pytest.raises(SystemExit) as stopped:
+            common.run(main, **options)
+        assert stopped.value.code == code and "RuntimeError: broken" in capsys.readouterr().err
 
 
 def test_inspect_layers_finds_the_layer(artifact, stale):

@@ -112,6 +112,33 @@ def test_a_config_as_met_runs_as_the_reference_does(random_checkpoints, tmp_path
     assert model.config.rope_scaling == reference.config.rope_scaling == SCALED.get(case)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"num_labels": 2**40},
+        {"id2label": 5, "label2id": [1]},
+        {"neuron_config": {"tp_degree": 8}},
+        {"text_config": {"hidden_size": 5}},
+        {"attribute_map": {"hidden_size": "vocab_size"}},
+        {"problem_type": "x", "torchscript": True, "return_dict": False},
+        {"output_attentions": True, "attn_implementation": "flash_attention_2"},
+    ],
+)
+def test_fields_that_the_model_has_not_do_nothing(fields, folder):
+    """transformers would set each as an attribute, or make as many labels."""
+    settings = Settings(tp_degree=1, seq_len=64)
+    expected = build_config(folder, settings).to_json_string()
+    rewrite(folder, **fields)
+    assert build_config(folder, settings).to_json_string() == expected
+
+
+@pytest.mark.parametrize("fields", [{"partial_rotary_factor": 0.5}, {"pruned_heads": {"0": [1]}}])
+def test_fields_that_transformers_cannot_run_are_refused(fields, folder):
+    rewrite(folder, **fields)
+    with pytest.raises(SmolLM3Error, match=f"{next(iter(fields))} is .*, which SmolLM3 cannot be run with"):
+        read_config(folder)
+
+
 def test_the_library_is_silent_about_its_own_keywords(folder, tmp_path, caplog):
     config = build_config(folder, Settings(tp_degree=1, seq_len=64))
     config.save(tmp_path)

@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 from smollm3_neuron.artifact.folder import open_artifact
+from smollm3_neuron.artifact.tokenizer import TOKENIZER_FILES, write_tokenizer
 from smollm3_neuron.errors import SmolLM3Error
 from smollm3_neuron.generate.chat import read_conversation
 from smollm3_neuron.machine.locate import tiny_folder
@@ -29,6 +30,8 @@ CONTENTS = {
     "empty": b"",
     "NaN": b'{"a": NaN}',
     "infinity": b'{"a": -Infinity}',
+    "too large": b'{"a": 1e400}',
+    "half a character": b'{"a": "\\ud800"}',
 }
 
 
@@ -48,6 +51,33 @@ def test_what_is_no_file_is_one_line(file, kind, tmp_path):
     with pytest.raises(SmolLM3Error) as error:
         FILES[file](tmp_path)
     assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["folder", "circle", "nothing"])
+@pytest.mark.parametrize("file", TOKENIZER_FILES)
+def test_what_is_no_file_of_a_tokenizer_is_one_line(file, kind, tmp_path):
+    if kind == "folder":
+        (tmp_path / file).mkdir()
+    else:
+        (tmp_path / file).symlink_to(tmp_path / (file if kind == "circle" else "none"))
+    with pytest.raises(SmolLM3Error, match=f"{file}: a (folder|link to nothing), a file is expected"):
+        write_tokenizer(tmp_path, tmp_path)
+
+
+@pytest.mark.parametrize("template", [b"a\xff", b"{{ 1 / 0 }}", b"{% x %}", b"{{ messages.a.b }}", b"{{ [].append }}"])
+def test_a_template_that_does_not_render_is_one_line(template, tmp_path):
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.mkdir()
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(tiny_folder() / file, checkpoint / file)
+    (checkpoint / "chat_template.jinja").write_bytes(template)
+    (tmp_path / "output").mkdir()
+    try:
+        write_tokenizer(checkpoint, tmp_path / "output")
+    except SmolLM3Error as error:
+        assert str(checkpoint) in str(error) and "\n" not in str(error)
+    else:
+        assert template == b"{{ [].append }}"
 
 
 @pytest.mark.parametrize(

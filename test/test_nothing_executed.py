@@ -3,7 +3,6 @@
 import json
 import shutil
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -194,10 +193,9 @@ def test_a_template_that_loops_for_ever_ends(monkeypatch):
     prompt, before = chat.render(tokenizer, messages, today="1 May 2026"), threading.active_count()
     monkeypatch.setattr(chat, "SECONDS", 0.5)
     tokenizer.chat_template = LOOP
-    began = time.monotonic()
     with pytest.raises(SmolLM3Error, match="chat template takes longer than 0.5 s: it may never end"):
         chat.render(tokenizer, messages)
-    assert time.monotonic() - began < 30 and threading.active_count() == before
+    assert threading.active_count() == before
     monkeypatch.setattr(chat, "SECONDS", 60)
     tokenizer.chat_template = AutoTokenizer.from_pretrained(tiny_folder()).chat_template
     assert chat.render(tokenizer, messages, today="1 May 2026") == prompt

@@ -23,11 +23,33 @@ def test_json_has_a_plan_per_degree_and_the_sources_of_what_is_expected():
 
 
 def test_it_prints_what_to_expect_beside_the_published_port(tmp_path):
+    done = plan("--plot", tmp_path / "plan.png", "--model", "tiny", "--tp", 2)
+    assert done.returncode == 0 and list(tmp_path.iterdir()) == [tmp_path / "plan.png"], done.stderr
     done = plan("--plot", tmp_path / "plan.png")
     assert done.returncode == 0 and (tmp_path / "plan.png").read_bytes()[:4] == b"\x89PNG", done.stderr
     assert "read per decode step" in done.stdout
+    assert "3,075,098,624 parameters in 326 tensors, 6.150 GB (5.728 GiB) in bfloat16" in done.stdout
+    assert "KV cache: 73,728 bytes per token; activations are left out" in done.stdout
     (expected,) = (line for line in done.stdout.splitlines() if line.startswith("tokens per second, expected"))
     assert 66 <= float(expected.split()[-1]) <= 71 and "34.4 tokens per second" in done.stdout  # TP 2 is the last
+
+
+def test_8_bit_weights_and_float32():
+    model = json.loads(plan("--tp", 2, "--json").stdout)
+    quantized = json.loads(plan("--tp", 2, "--quantized", "--json").stdout)
+    assert model["model"] == quantized["model"]
+    assert model["model"] == {
+        "parameters": 3_075_098_624, "tensors": 326, "checkpoint_bytes": 6_150_197_248, "kv_bytes_per_token": 73_728
+    }  # fmt: skip
+    (whole,), (of_8_bits,) = model["plans"], quantized["plans"]
+    head, embedding = 128_256 * 2048 // 2, 128_256 * 2048  # of a core: elements, and bytes of its part of the table
+    projections = (3_075_098_624 - 128_256 * 2048 - 73 * 2048) // 2
+    scales = of_8_bits["weights"] - projections - head - embedding - 2 * 73 * 2048
+    assert whole["weights"] == 2 * (projections + head) + embedding + 2 * 73 * 2048
+    assert scales == 4 * (36 * 7 + 1)  # one float32 for each projection and the head
+    assert of_8_bits["tokens_per_second_at_most"] > 1.7 * whole["tokens_per_second_at_most"]
+    said = plan("--tp", 2, "--dtype", "float32").stdout
+    assert "--auto-cast=none" in said and "6.827 GB" in said and "147,456 bytes per token" in said
 
 
 @pytest.mark.parametrize(
@@ -36,7 +58,10 @@ def test_it_prints_what_to_expect_beside_the_published_port(tmp_path):
         (["--instance", "p5.48xlarge"], ["instance is 'p5.48xlarge'", "trn1.2xlarge"]),
         (["--tp", "4"], ["tp_degree is 4, trn1.2xlarge takes 1, 2"]),
         (["--dtype", "int4"], ["dtype is 'int4'"]),
-        (["--plot", "no/such/folder/plan.png"], ["cannot be written"]),
+        (["--plot", "no/such/folder/plan.png"], ["no/such/folder/plan.png: no such folder"]),
+        (["--plot", "."], [".: a folder; name a file"]),
+        (["--model", "/dev/null"], ["/dev/null: no such folder", "'tiny'"]),
+        (["--model", "~nobodyx/a"], ["~nobodyx/a: Could not determine home directory"]),
     ],
 )
 def test_what_it_refuses(args, parts):

@@ -1,6 +1,7 @@
 """The shape of the code: how long files and functions are, who imports whom, by which name, and that ruff checks it."""
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -132,6 +133,29 @@ def test_a_long_function_is_seen(tmp_path):
     file = tmp_path / "module.py"
     file.write_text("def short():\n    pass\n\n\ndef long():\n" + "    x = 1\n" * FUNCTION_LINES)
     assert long_functions(file) == [f"{file}: long: {FUNCTION_LINES + 1}"]
+
+
+CLOCKS = {"perf_counter", "perf_counter_ns", "monotonic", "process_time", "getrusage"}
+OWN_TIERS = {"hlo", "emulator", "vllm"}
+
+
+def functions_with_a_clock(file: Path) -> list[str]:
+    """The tests of a file that look at a clock, but for slow ones: those report what they measured."""
+    functions = [node for node in parsed(text(file)).body if isinstance(node, FUNCTIONS) and node.name[:5] == "test_"]
+    quick = [node for node in functions if not any("slow" in ast.unparse(mark) for mark in node.decorator_list)]
+    return [f"{file}: {node.name}" for node in quick if CLOCKS & set(re.findall(r"\w+", ast.unparse(node)))]
+
+
+def test_no_test_depends_on_the_time_that_something_takes():
+    files = [file for file in sources() if is_test(file) and not OWN_TIERS & set(file.parts)]
+    assert [fault for file in files if file.name != "test_shape.py" for fault in functions_with_a_clock(file)] == []
+
+
+def test_a_clock_in_a_test_is_seen(tmp_path):
+    file = tmp_path / "test_it.py"
+    code = "def test_it():\n    start = time.perf_counter()\n    assert time.perf_counter() - start < 1\n"
+    file.write_text(code + "\n\n@pytest.mark.slow\n" + code.replace("test_it", "test_slow"))
+    assert functions_with_a_clock(file) == [f"{file}: test_it"]
 
 
 def test_the_package_has_one_name():

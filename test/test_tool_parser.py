@@ -26,6 +26,9 @@ class ToolParser:
     def __init__(self, tokenizer, *args):
         self.prev_tool_call_arr, self.streamed_args_for_tool = [], []
 
+    def adjust_request(self, request):
+        return SimpleNamespace(**vars(request), schema="of the tool")
+
 
 class ToolParserManager:
     @staticmethod
@@ -72,3 +75,12 @@ def test_calls_are_read_in_every_release(parser):
     delta = parser.extract_tool_calls_streaming("", answer, answer, [], [], [], None)
     assert delta.content == "Let me see.\n"
     assert [vars(call.function) for call in delta.tool_calls] == [{"name": "f"}, {"arguments": '{"a": "ä"}'}]
+
+
+def test_what_vllm_asks_for_a_required_call_stays(parser):
+    """vLLM 0.13 and 0.16 hold a required or named call to its schema there, and nowhere else."""
+    request = SimpleNamespace(tools=[{}], tool_choice="required", skip_special_tokens=True)
+    adjusted = parser.adjust_request(request)
+    assert adjusted.schema == "of the tool" and adjusted.skip_special_tokens is False
+    request.tool_choice = "none"
+    assert parser.adjust_request(request).skip_special_tokens is True

@@ -1,7 +1,6 @@
 """What validate.py and inspect_layers.py judge: faults are called wrong and found, harmless changes are not.
 
-The models run uncompiled (nxd_cpu_compiler/eager_ranks.py), over shard files of their own; test_commands.py runs the
-commands.
+The models run uncompiled, over shard files of their own (uncompiled.py); test_commands.py runs the commands.
 """
 
 import json
@@ -15,6 +14,7 @@ from checkpoint_faults import BASES, FAULTS, PROMPTS, QUERIES, SEQ_LEN, SMALL, c
 from places import TINY
 from reference import make_checkpoint
 from safetensors.torch import load_file, save_file
+from uncompiled import load
 
 
 @pytest.fixture(scope="session")
@@ -32,24 +32,6 @@ def judge(bases):
     cases = [*(Case("prompt", str(p), p) for p in PROMPTS), Case("text", "text", text[:1], text[1:])]
     reference = cache(lambda base, dtype: Reference(bases[base], dtype))
     return lambda app, base, dtype=torch.float32: validate(app, reference(base, dtype), cases, 6)
-
-
-def load(folder: Path, out: Path, dtype: str = "float32", **settings):
-    """The application with ranks that run uncompiled, over shards written to `out`."""
-    from smollm3_neuron.machine.runtime import ensure_neuronx
-
-    if ensure_neuronx() != "cpu":
-        pytest.skip("the Neuron SDK is installed here: nxd_cpu is not used")
-    from nxd_cpu_compiler.eager_ranks import EagerRanks
-    from smollm3_neuron.artifact.build import build_config
-    from smollm3_neuron.artifact.settings import Settings
-    from smollm3_neuron.modeling_smollm3_3b import NeuronSmolLM3ForCausalLM
-    from smollm3_neuron.weights.shard_writer import write_shards
-
-    config = build_config(folder, Settings(**{"tp_degree": 1, "seq_len": SEQ_LEN, "torch_dtype": dtype, **settings}))
-    write_shards(folder, config.checkpoint_config, config.neuron_config, out)
-    app = NeuronSmolLM3ForCausalLM(str(folder), config)
-    return app, EagerRanks(app, out)
 
 
 def check_wrong(app, ranks, base, bases, judge, first):
@@ -165,6 +147,39 @@ def test_a_harmless_change_is_not_wrong(name, bases, judge, tmp_path):
     assert found.is_right, (found.first, found.disagreeing, found.broken_identity)
 
 
+def test_the_values_are_transformers_own(bases, tmp_path):
+    """What hooks on transformers' whole model see is what comes back as the reference's, and the model's is close."""
+    from smollm3_neuron.check.inspection import ROWS, inspect, named_values
+    from smollm3_neuron.check.reference import load_reference
+
+    app, ranks = load(bases["plain"], tmp_path / "weights", tp_degree=2)
+    found, prompt, layers = inspect(app, bases["plain"], PROMPTS[1], ranks), PROMPTS[1], [1, 3]
+    own, theirs = (named_values(values, prompt, layers) for values in (found.values, found.reference))
+    model, seen = load_reference(bases["plain"]), {}
+
+    def keep(name, of_input=False):
+        return lambda module, args, output: seen.update({name: args[0] if of_input else output})
+
+    for layer in layers:
+        part = model.model.layers[layer]
+        part.self_attn.o_proj.register_forward_hook(keep(f"layers.{layer}.premix", of_input=True))
+        part.mlp.register_forward_hook(keep(f"layers.{layer}.mlp_output"))
+        part.mlp.register_forward_hook(keep(f"layers.{layer}.mlp_input", of_input=True))
+    model.model.embed_tokens.register_forward_hook(keep("token_embeddings"))
+    with torch.no_grad():
+        model(torch.tensor([[*prompt, *[0] * (-len(prompt) % ROWS)]]))
+    for name, value in seen.items():
+        value = value[0, : len(prompt)]
+        if name.endswith("premix"):
+            value = value.unflatten(-1, (8, -1)).transpose(0, 1)
+        assert torch.equal(theirs[name], value), name
+        assert torch.allclose(own[name], value, atol=1e-5), name
+    assert own["input_ids"].tolist() == prompt and own["input_size"].tolist() == [len(prompt)]
+    assert not [name for name in own if name.startswith("layers.") and name.split(".")[1] not in ("1", "3")]
+    assert found.spacing_keeps_first == [True] * 5
+    assert [size > 0 for size in found.spacing_sizes] == found.rope_of_spacing == [True, True, True, False, True]
+
+
 def test_the_inspection_of_a_right_model_says_right_whatever_the_prompt(tmp_path):
     """A CPU rounds a product of few rows less: transformers' error must be measured with as many."""
     from transformers import AutoTokenizer
@@ -267,7 +282,8 @@ def test_what_parts_on_a_tie_is_a_near_tie_and_beyond_it_wrong(bases, tmp_path):
     """Two rows of the head that are a rounding apart; the model, else right, prefers the other one."""
     from smollm3_neuron.check.validation import NEAR_TIE, WRONG, Case, Reference, validate
 
-    first = Reference(bases["untied"], torch.float32).answer(PROMPTS[1], [0] * 6, ())[0]
+    ((answer, _),) = Reference(bases["untied"], torch.float32).answers([PROMPTS[1]], [[0] * 6])
+    first = answer[0]
     other = (first + 1) % 128
     folder = copy(
         bases["untied"],

@@ -1,7 +1,6 @@
 """The plugin, in fresh processes over a small stand-in for NxD Inference's table; vLLM itself is not installed here."""
 
 import importlib.metadata
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -23,19 +22,13 @@ def test_it_is_an_entry_point():
     assert entry.value == "smollm3_neuron.vllm.plugin:register"
 
 
-def test_registering_imports_nothing_and_takes_no_time():
-    done = run(REGISTER + "print([m for m in ('torch', 'neuronx_distributed', 'transformers') if m in sys.modules])")
-    assert (done.stdout, done.stderr) == ("[]\n", "")
-
-    def seconds(code):
-        """Of the processor: other processes do not count."""
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        run(code)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-    extra = min(seconds(REGISTER) for _ in range(5)) - min(seconds("pass") for _ in range(5))
-    assert extra < 0.05
+def test_registering_imports_next_to_nothing():
+    """vLLM registers its plugins in every process it starts, also where another model is served."""
+    done = run(f"before = set(sys.modules)\n{REGISTER}print(*(set(sys.modules) - before))")
+    assert done.stderr == ""
+    others = [name for name in done.stdout.split() if name.partition(".")[0] not in sys.stdlib_module_names]
+    own = {f"smollm3_neuron{name}" for name in ("", ".errors", ".vllm", ".vllm.plugin")}
+    assert set(others) == own
 
 
 def test_without_nxd_inference_nothing_happens():

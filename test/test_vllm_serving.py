@@ -193,7 +193,7 @@ def test_a_folder_of_another_model_is_refused(folder, name, value):
 @pytest.mark.parametrize("text", ["{", "{}", "[]"])
 def test_a_damaged_folder_is_refused(folder, text):
     (folder / "neuron_config.json").write_text(text)
-    with pytest.raises(SmolLM3Error, match="neuron_config.json: damaged"):
+    with pytest.raises(SmolLM3Error, match="neuron_config.json: (damaged|not valid JSON)"):
         serving.check_folder(served_config())
 
 

@@ -8,6 +8,7 @@ reads them where they are, and what a graph returns for a state is written back 
 
 import collections
 import queue
+import sys
 import threading
 from collections.abc import Callable
 
@@ -18,7 +19,7 @@ import torch
 from neuron_hlo import protos
 from neuron_hlo.stand_ins import torch_dtype
 
-from . import faults, neff
+from . import NAME, faults, neff
 from .device import extension
 from .errors import DeviceError
 from .xla import Program
@@ -63,7 +64,9 @@ class Queue:
             except DeviceError as failure:
                 error = str(failure)
             except BaseException as failure:
-                error = f"{type(failure).__name__} in the emulated Neuron device: {failure}"
+                error = f"{type(failure).__name__}: {failure}"
+            if error:  # as a device's runtime does, whatever becomes of the exception: vLLM may drop it
+                print(f"{NAME}: {error}", file=sys.stderr, flush=True)
             del job  # before the waiter goes on: it holds the tensors
             execution.finish(error)
 

@@ -6,8 +6,8 @@ A job is a dict: "name", "kind" (`generate`, `answer`, `serve`, `share`, `cost` 
 padded), "new_tokens", and optionally "sampling_params" (top_k, top_p, temperature per row), "adapter_ids" (per row),
 "barred" (tokens never chosen), "forced" (per prompt the tokens to feed instead of the model's own choice), "logits"
 (keep them: OUT/NAME.npz holds one [steps, vocabulary] array per prompt); for serve: "prompts", and of each request its
-"lines" of the cache, the step it "comes" at and how many tokens it "stays"; for share, which is prefix caching:
-"prompts" and "new_tokens"; for shard: "keep" (the files).
+"lines" of the cache, the step it "comes" at, how many tokens it "stays", and optionally the steps that it "rests"; for
+share, which is prefix caching: "prompts" and "new_tokens"; for shard: "keep" (the files).
 """
 
 import hashlib
@@ -99,16 +99,19 @@ def answer(model_cls, job, rank, out, make_ready):
 def serve(model_cls, job, rank, out, make_ready):
     """Greedy tokens of requests that come and go.
 
-    A step feeds all running requests, in an order that turns with the steps, and encodes those that arrive.
+    A step feeds all running requests that do not rest, in an order that turns with the steps, and encodes those that
+    arrive.
     """
     model = build(model_cls, job)
     make_ready(model)
     tokens = [[] for _ in job["prompts"]]
+    rests = job.get("rests", [()] * len(tokens))
     model.reset()
     with torch.inference_mode():
-        for step in range(max(map(sum, zip(job["comes"], job["stays"])))):
+        for step in range(max(map(sum, zip(job["comes"], job["stays"], map(len, rests))))):
             arriving = [request for request, comes in enumerate(job["comes"]) if comes == step]
             running = [request for request, row in enumerate(tokens) if row and len(row) < job["stays"][request]]
+            running = [request for request in running if step not in rests[request]]
             if running:
                 running = running[step % len(running) :] + running[: step % len(running)]
             for requests, is_prompt in ((running, False), (arriving, True)):

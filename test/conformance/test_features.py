@@ -68,6 +68,8 @@ class Feature:
 
 # line 2 is first a long prompt's and then a short one's, line 0 is left free for a while; from one to three are there
 COME_AND_GO = dict(comes=[0, 0, 2, 7, 13], stays=[12, 6, 14, 10, 5], lines=[1, 2, 0, 2, 1])
+# three of them are left out of some steps; the first row of those steps is at an earlier position
+REST = {**COME_AND_GO, "rests": [[5], [2], [3, 4, 9], [8, 10], []]}
 REQUESTS = [prompt(9), prompt(40, 1), prompt(3, 2), prompt(5, 3), prompt(1, 4)]
 CONTINUOUS = dict(is_continuous_batching=True, batch_size=3)
 BUCKETS = dict(
@@ -106,6 +108,15 @@ FEATURES = [
         )
         for tp in (1, 2)
     ),
+    *(
+        Feature(
+            f"left-out-lines-kept-tp{tp}",
+            {**CONTINUOUS, "tp_degree": tp, "ctx_batch_size": 1, "apply_seq_ids_mask": True},
+            REQUESTS,
+            serve=REST,
+        )
+        for tp in (1, 2)
+    ),
     Feature("continuous-batching-ctx2", {**CONTINUOUS, "ctx_batch_size": 2}, REQUESTS, serve=COME_AND_GO, only=(CPU,)),
     *(Feature(f"buckets-tp{tp}", {**BUCKETS, "tp_degree": tp, "batch_size": 1}, EDGES) for tp in (1, 2)),
     Feature("buckets-batch", {**BUCKETS, "batch_size": 2}, EDGES[1:]),
@@ -136,10 +147,13 @@ FEATURES = [
             SHORT_AND_LONG,
             checkpoint,
             # each of these leaves the best token only, in its own way
-            sampling_params=[[1.0, 1.0, 1.0], [256.0, 1e-4, 0.7]],
+            sampling_params=[[1.0, 1.0, 1.0], [64.0, 1e-4, 0.7]],
             only=() if tp == 1 else (CPU,),
         )
-        for name, config in (("greedy", {"top_k": 1}), ("sampling", {"do_sample": True, "dynamic": True}))
+        for name, config in (
+            ("greedy", {"top_k": 1}),
+            ("sampling", {"do_sample": True, "dynamic": True, "global_topk": 64}),
+        )
         for tp, checkpoint in ((1, "plain"), (2, "odd-vocabulary"), (3, "plain"))
     ),
     *(

@@ -17,8 +17,10 @@ GREEDY_TINY = tiny("greedy", GREEDY)
 PLAIN = Cell("plain", {"tp_degree": 2, "batch_size": 1, **GREEDY}, TWO)
 ASYNC = Cell("async", {**PLAIN.neuron, "async_mode": True}, TWO)
 CONTINUOUS = Cell("continuous", CONTINUOUS_1, REQUESTS, serve=COME_AND_GO)
+MASKED = Cell("masked", {**CONTINUOUS_1, "apply_seq_ids_mask": True}, REQUESTS, serve=COME_AND_GO)
 TWO_BUCKETS = Cell("buckets", {"tp_degree": 2, "batch_size": 1, **BUCKETS}, [prompt(120), prompt(128, 1)])
 
+LEFT_OUT = [prompt(9), prompt(60, 1), prompt(30, 2)]
 PROJECT = {"kind": "project_generate"}
 
 # artifacts on which `generate` has more to hand over than on others
@@ -87,7 +89,8 @@ def results(nxd_releases, run):
         ("nan", tiny("nan", {}), {**PROJECT, "groups": [1], "environment": {"NEURON_EMULATOR_FAULTS": "nan=8"}}),
         ("groups", CONTINUOUS, {**PROJECT, "groups": [1, 2, 3, 4]}),
         *[(f"generate-{name}", cell, {**PROJECT, "groups": [1, 2]}) for name, cell in GENERATE.items()],
-        ("left-out", CONTINUOUS, {"kind": "left_out", "prompts": [prompt(9), prompt(60, 1), prompt(30, 2)]}),
+        ("left-out", CONTINUOUS, {"kind": "left_out", "prompts": LEFT_OUT}),
+        ("left-out-masked", MASKED, {"kind": "left_out", "prompts": LEFT_OUT}),
         ("memory", GREEDY_TINY, {"kind": "memory"}),
     ]
     return run(release_of(nxd_releases), jobs)
@@ -138,6 +141,14 @@ def test_a_line_that_is_left_out_is_overwritten_by_the_first_row(results):
     result = results["left-out"]
     assert "error" not in result, result["traceback"]
     lines = [[line, result["position"]] for line in range(3)]
+    assert result["changed"] == [lines, lines]
+
+
+def test_a_line_that_is_left_out_keeps_its_cache_with_apply_seq_ids_mask(results):
+    """What would go there goes behind the line's 128 positions, where no step looks."""
+    result = results["left-out-masked"]
+    assert "error" not in result, result["traceback"]
+    lines = [[0, result["position"]], [1, 128], [2, 128]]
     assert result["changed"] == [lines, lines]
 
 

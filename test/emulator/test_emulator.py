@@ -3,6 +3,8 @@
 Needs --nxd-source and `make emulator-venv`; asked for with -m emulator.
 """
 
+import subprocess
+
 import pytest
 import running
 from cells import Cell, cells_of
@@ -83,3 +85,22 @@ def dequantized(checkpoint, folder, neuron):
     model.config.tie_word_embeddings = False
     model.save_pretrained(folder)
     return str(folder)
+
+
+def test_layers_are_inspected_as_far_as_the_library_goes(release, tmp_path):
+    """Not in the artifact's graphs, which is said; with --nxd-source in the library's CPU mode."""
+
+    def run(script, *args):
+        command = [running.PYTHON, running.ROOT / "scripts" / script, *args]
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=600, env=running.environment(release), cwd=running.ROOT
+        )
+
+    artifact = tmp_path / "artifact"
+    shape = ["--model", "tiny", "--tp", "2", "--seq-len", "64", "--dtype", "float32"]
+    assert run("compile.py", *shape, "--output", artifact).returncode == 0
+    done = run("inspect_layers.py", artifact)
+    assert done.returncode == 2 and "cannot look into a device" in done.stderr and "--nxd-source" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    done = run("inspect_layers.py", artifact, "--nxd-source", f"{release.nxd}:{release.nxdi}")
+    assert done.returncode == 0 and "108 values of 8 layers agree with transformers'" in done.stdout, done.stderr

@@ -84,6 +84,7 @@ CELLS = [
     Cell("plain", 3, label="sequence-parallel", options=SEQUENCE_PARALLEL, seq_len=126),
     Cell("plain", 2, label="buckets", options=BUCKETS, seq_len=256),
     Cell("plain", 2, label="continuous", options=CONTINUOUS),
+    Cell("plain", 2, label="seq-ids-mask", options={**CONTINUOUS, "apply_seq_ids_mask": True}),
     Cell(
         "plain",
         4,

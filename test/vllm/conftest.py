@@ -10,7 +10,7 @@ def pytest_addoption(parser):
     parser.getgroup("vllm").addoption(
         "--vllm-neuron-source",
         metavar="DIR",
-        help="the sources of vllm-neuron 0.2.0, the folder that holds vllm_neuron",
+        help="the folder that holds vllm_neuron: 0.2.0 where vLLM 0.11 is installed, 0.4.1 where 0.13 is",
     )
 
 
@@ -20,7 +20,8 @@ def pytest_generate_tests(metafunc):
     import serving
 
     source, releases = metafunc.config.getoption("--vllm-neuron-source", None), metafunc.config.nxd_releases
-    reason = serving.missing([source] if source else [], releases)
+    versions = getattr(metafunc.module, "VLLM", ("0.11",))
+    reason = serving.missing([source] if source else [], releases, versions)
     if reason:
         metafunc.parametrize(
             "release", [pytest.param(None, marks=pytest.mark.skip(reason=reason), id="vllm-neuron")], scope="session"

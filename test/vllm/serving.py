@@ -4,12 +4,14 @@ import contextlib
 import importlib.metadata
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 import urllib.request
+from functools import partial
 from pathlib import Path
 
 from places import CONTRIB
@@ -18,6 +20,8 @@ from nxd_sources.release import Release
 
 HERE = Path(__file__).resolve().parent
 TIMEOUT = 600  # seconds; a start takes 20 to 60
+GREEDY = {"temperature": 0.0}
+VLLM_NEURON = {"0.11": "0.2.0", "0.13": "0.4.1"}  # which goes with which vLLM
 
 
 def vllm_version() -> str | None:
@@ -27,12 +31,19 @@ def vllm_version() -> str | None:
         return None
 
 
-def missing(sources: list[str], releases: list[Release]) -> str | None:
-    """Why nothing can be served here."""
-    if not (vllm_version() or "").startswith("0.11."):
-        return "needs vLLM 0.11: make vllm-venv, then .venv-vllm/bin/python -m pytest test/vllm -m vllm"
+def missing(sources: list[str], releases: list[Release], versions: tuple[str, ...]) -> str | None:
+    """Why nothing can be served here by one of these `versions` of vLLM."""
+    installed = next((version for version in versions if (vllm_version() or "").startswith(f"{version}.")), None)
+    if installed is None:
+        return (
+            f"needs vLLM {' or '.join(versions)}: make vllm-venv, then .venv-vllm/bin/python -m pytest test/vllm -m "
+            "vllm, or .venv-vllm-0.13/bin/python"
+        )
     if not sources or not releases:
-        return "needs --vllm-neuron-source DIR, the sources of vllm-neuron 0.2.0, and --nxd-source NXD_SRC:NXDI_SRC"
+        return (
+            f"needs --vllm-neuron-source DIR, the sources of vllm-neuron {VLLM_NEURON[installed]}, and --nxd-source "
+            "NXD_SRC:NXDI_SRC"
+        )
     return None
 
 
@@ -102,6 +113,41 @@ def server(arguments: list, scratch: Path, env: dict[str, str]):
         yield f"http://127.0.0.1:{port}/v1"
     finally:
         stop(process)
+
+
+def artifact_command(checkpoint: Path, settings: dict, release: Release, vllm_neuron, scratch: Path) -> list[str]:
+    """The words that compile.py prints for an artifact of a copy of `checkpoint`; the first sets
+    NEURON_COMPILED_ARTIFACTS."""
+    copy = shutil.copytree(checkpoint, scratch / "checkpoint")
+    job = {"checkpoint": str(copy), "settings": settings, "output": str(scratch / "artifact")}
+    return run("make_artifact.py", job, scratch / "compile", environment(release, vllm_neuron, scratch))
+
+
+def serve(command: list[str], release: Release, vllm_neuron, scratch: Path):
+    """A server started with such a command."""
+    setting, _, _, *arguments = command
+    name, _, folder = setting.partition("=")
+    return server(arguments, scratch / "serve", environment(release, vllm_neuron, scratch, **{name: folder}))
+
+
+class Served:
+    """The openai client of a server, greedy unless a request says otherwise."""
+
+    def __init__(self, url: str, log: Path | None):
+        import openai
+
+        self.url, self.log = url, log
+        self.client = openai.OpenAI(base_url=url, api_key="none")
+        self.asynchronous = partial(openai.AsyncOpenAI, base_url=url, api_key="none", timeout=600)
+        self.model = self.client.models.list().data[0].id
+
+    def complete(self, prompt, **more):
+        return self.client.completions.create(model=self.model, prompt=prompt, **{**GREEDY, **more})
+
+    def chat(self, messages, **more):
+        return self.client.chat.completions.create(
+            model=self.model, messages=messages, **{**GREEDY, "max_tokens": 60, **more}
+        )
 
 
 def _healthy(port: int) -> bool:

@@ -2,14 +2,12 @@
 
 import asyncio
 import json
-import shutil
-from functools import partial
 
 import pytest
 import torch
 from places import TINY
 from reference import reference_model
-from serving import environment, run, server
+from serving import GREEDY, Served, artifact_command, serve
 from transformers import AutoTokenizer
 
 from smollm3_neuron.generate import chat
@@ -17,7 +15,6 @@ from smollm3_neuron.generate import chat
 pytestmark = pytest.mark.vllm
 TOKENIZER = AutoTokenizer.from_pretrained(TINY)
 EOS = TOKENIZER.eos_token_id
-GREEDY = {"temperature": 0.0}
 HOST = {"batch_size": 4, "seq_len": 256, "torch_dtype": "float32"}  # logprobs need the host's sampling
 QUESTION = [{"role": "user", "content": "What is 3+4?"}]
 WEATHER = {"name": "get_weather", "description": "Of a city.", "parameters": {"type": "object", "properties": {}}}
@@ -36,41 +33,10 @@ def text(tokens: list[int]) -> str:
     return TOKENIZER.decode(tokens, skip_special_tokens=True)
 
 
-class Served:
-    def __init__(self, url: str, log):
-        import openai
-
-        self.log = log
-        self.client = openai.OpenAI(base_url=url, api_key="none")
-        self.asynchronous = partial(openai.AsyncOpenAI, base_url=url, api_key="none", timeout=600)
-        self.model = self.client.models.list().data[0].id
-
-    def complete(self, prompt, **more):
-        return self.client.completions.create(model=self.model, prompt=prompt, **{**GREEDY, **more})
-
-    def chat(self, messages, **more):
-        return self.client.chat.completions.create(
-            model=self.model, messages=messages, **{**GREEDY, "max_tokens": 60, **more}
-        )
-
-
-def artifact_command(release, vllm_neuron, scratch, tp: int) -> list[str]:
-    """The words that compile.py prints; the first sets NEURON_COMPILED_ARTIFACTS."""
-    checkpoint = shutil.copytree(TINY, scratch / "tiny")
-    job = {"checkpoint": str(checkpoint), "settings": {**HOST, "tp_degree": tp}, "output": str(scratch / "artifact")}
-    return run("make_artifact.py", job, scratch / "compile", environment(release, vllm_neuron, scratch))
-
-
-def serve(command: list[str], release, vllm_neuron, scratch):
-    setting, _, _, *arguments = command
-    name, _, folder = setting.partition("=")
-    return server(arguments, scratch / "serve", environment(release, vllm_neuron, scratch, **{name: folder}))
-
-
 @pytest.fixture(scope="module")
 def command(release, vllm_neuron, tmp_path_factory):
     scratch = tmp_path_factory.mktemp(f"served-{release.version}")
-    return artifact_command(release, vllm_neuron, scratch, tp=1), scratch
+    return artifact_command(TINY, HOST, release, vllm_neuron, scratch), scratch
 
 
 @pytest.fixture(scope="module")
@@ -216,7 +182,8 @@ def test_what_would_be_lost_is_refused(served, messages, part):
 def test_tp_2(release, vllm_neuron, tmp_path):
     """From an artifact whose shards two ranks read."""
     prompts = [f"{a}+5=" for a in range(20, 28)]
-    with serve(artifact_command(release, vllm_neuron, tmp_path, tp=2), release, vllm_neuron, tmp_path) as url:
+    command = artifact_command(TINY, {**HOST, "tp_degree": 2}, release, vllm_neuron, tmp_path)
+    with serve(command, release, vllm_neuron, tmp_path) as url:
         answer = Served(url, None).complete(prompts, max_tokens=12)
     assert [choice.text for choice in answer.choices] == [text(expected(prompt, 12)) for prompt in prompts]
     assert json.loads((tmp_path / "artifact/artifact.json").read_text())["settings"]["tp_degree"] == 2

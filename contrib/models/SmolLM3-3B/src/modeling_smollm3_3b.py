@@ -35,6 +35,7 @@ from .model.rope import ScaledRotaryEmbedding
 from .model.switches import (
     check_encoding,
     check_keywords,
+    check_sampling,
     check_switches,
     choose_attention_kernel,
     quiet_about_keywords,
@@ -115,6 +116,7 @@ class SmolLM3InferenceConfig(InferenceConfig):
         check_sliding_window(self)
         check_switches(self.neuron_config, self.no_rope_layers, self.hidden_act, installed_release())
         check_encoding(self.neuron_config)
+        check_sampling(self.neuron_config, self.vocab_size)
         check_quantization(self.checkpoint_config, self.neuron_config)
         if self.neuron_config.lora_config is not None:
             from .weights.adapter import check_serving

@@ -85,7 +85,10 @@ class ModelWrapper(nn.Module):
             F.pad(tensor[:, :length], (0, bucket - length), value=value)
             for tensor, value in ((input_ids, self.config.pad_token_id), (attention_mask, 0), (position_ids, 1))
         ]
-        return self._run(bucket, *self._fill_up(seq_ids, *padded, sampling_params))[: len(seq_ids)]
+        filled, *rest = self._fill_up(seq_ids, *padded, sampling_params)
+        if not self.neuron_config.is_continuous_batching:
+            filled = self._lines(filled)  # as the library has it, which writes all lines then
+        return self._run(bucket, filled, *rest)[: len(seq_ids)]
 
     def _generate(self, input_ids, attention_mask, position_ids, seq_ids, sampling_params) -> Tensor:
         """One token each. Row i of the compiled batch is line i of the cache."""
@@ -98,10 +101,16 @@ class ModelWrapper(nn.Module):
         bucket = next(bucket for bucket in self.neuron_config.buckets if bucket > last)
         mask = F.pad(attention_mask[:, :bucket], (0, max(0, bucket - attention_mask.shape[1])))
         filled, *rest = self._fill_up(seq_ids, input_ids, mask, position_ids, sampling_params)
-        # as the library has it, which writes the first row's K and V into every line that is left out
-        filled = torch.where(filled < 0, -1 - filled, filled)
-        order = filled.argsort()
+        lines = self._lines(filled)
+        if not self.neuron_config.apply_seq_ids_mask:
+            filled = lines  # as the library has it: the first row's K and V are written into the lines left out
+        order = lines.argsort()
         return self._run(bucket, filled[order], *(tensor[order] for tensor in rest))[seq_ids]
+
+    @staticmethod
+    def _lines(filled: Tensor) -> Tensor:
+        """The lines that `_fill_up` names, those left out with them: they are written, too."""
+        return torch.where(filled < 0, -1 - filled, filled)
 
     def _fill_up(self, seq_ids: Tensor, *tensors: Tensor) -> Sequence[Tensor]:
         """Repeat the first row up to the compiled batch; -1 - n stands for a line n that `seq_ids` leave out."""

@@ -20,7 +20,7 @@ from .manifest import FORMAT, MANIFEST, check_replaceable, manifest_digest, vers
 from .settings import Settings
 from .signature import sign
 from .staging import resolved, staged
-from .tokenizer import TEMPLATES, TOKENIZER_FILES, write_tokenizer
+from .tokenizer import TEMPLATES, TOKENIZER_FILES, check_generation_config, write_tokenizer
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,7 @@ def compile_artifact(
     from ..weights.checkpoint import check_checkpoint
 
     check_checkpoint(folder, checkpoint_config)
+    check_generation_config(folder, checkpoint_config.vocab_size)
     with staged(target) as staging:
         write_tokenizer(folder, staging)
         config = build_config(folder, settings)

@@ -5,21 +5,25 @@ An artifact is what NxD Inference's `compile` writes (neuron_config.json, model.
 and `artifact.json`, which says what it was made of, with which settings, by which versions and for which place.
 """
 
+import json
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from safetensors import safe_open
 
 from ..errors import SmolLM3Error
 from ..generate.chat import VLLM_TEMPLATE
 from ..model.config import token_ids
 from ..model.json_files import read_json
 from ..weights.digests import crc32, sha256
+from ..weights.files import SHARD_FILE
 from .compiled_graphs import load_graphs
-from .manifest import MANIFEST, check_settings, manifest_digest, read_manifest, versions
+from .manifest import MANIFEST, READ_BY_LIBRARY, check_settings, manifest_digest, read_manifest, versions
 from .settings import Settings
 from .signature import is_signed_here
-from .tokenizer import TEMPLATES, TOKENIZER_FILES, load_tokenizer
+from .tokenizer import GENERATION_CONFIG, TEMPLATES, TOKENIZER_FILES, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,12 @@ class Artifact:
     def adapter(self) -> str | None:
         """The folder of the PEFT adapter that was merged, or None."""
         return (self.manifest["model"].get("adapter") or {}).get("folder")
+
+    @property
+    def vocab_size(self) -> int:
+        """How many logits the model returns."""
+        # as the library writes it, with an Infinity that is no JSON; its digest was checked
+        return json.loads((self.path / "neuron_config.json").read_text(encoding="utf-8"))["vocab_size"]
 
     def load(self):
         """Returns the model, ready to generate; `ensure_neuronx` must have been called.
@@ -113,8 +123,7 @@ class Artifact:
 
     def generation_config(self) -> dict[str, Any]:
         """Returns the checkpoint's generation_config.json, or an empty dictionary where it had none."""
-        file = "generation_config.json"
-        return self._json(file) if self._has(file) else {}
+        return self._json(GENERATION_CONFIG) if self._has(GENERATION_CONFIG) else {}
 
     def eos_token_ids(self) -> list[int]:
         """Returns the end-of-sequence token ids of generation_config.json, or else of the config."""
@@ -125,7 +134,7 @@ class Artifact:
 
     def _json(self, file: str) -> dict[str, Any]:
         self._check_generation()
-        value = read_json(self.path / file, "compile again")
+        value = read_json(self.path / file, "compile again", any_number=file in READ_BY_LIBRARY)
         self._check_generation()
         if not isinstance(value, dict):
             raise SmolLM3Error(f"{self.path / file}: a JSON object is expected; compile again")
@@ -172,6 +181,8 @@ def open_artifact(path: Path, place: str, *, tp_degree: int | None = None, verif
             if not (path / file).resolve().is_relative_to(path.resolve()):
                 raise SmolLM3Error(f"{path / file}: a link that leads out of the artifact; compile again")
             _check_file(path / file, entry, verify)
+        for rank in range(made_for):
+            _check_rank(path / "weights" / SHARD_FILE.format(rank=rank), rank, made_for)
     except (SmolLM3Error, OSError):
         artifact._check_generation()
         raise
@@ -186,6 +197,16 @@ def _generation(path: Path) -> tuple[int, ...] | None:
     except OSError:
         return None
     return status.st_dev, status.st_ino, status.st_ctime_ns, status.st_size
+
+
+def _check_rank(path: Path, rank: int, tp_degree: int) -> None:
+    """Checks that the file's weights are of this rank: the files of two ranks have one size and one header."""
+    with safe_open(path, framework="numpy") as shard:
+        found = int(shard.get_tensor("rank_util.rank")[0])
+    if not 0 <= found < tp_degree:
+        raise SmolLM3Error(f"{path}: damaged, its rank is {found}; compile again")
+    if found != rank:
+        raise SmolLM3Error(f"{path}: the weights of rank {found} are in it, not those of rank {rank}; compile again")
 
 
 def _check_file(path: Path, entry: dict[str, Any], verify: bool) -> None:

@@ -7,10 +7,12 @@ import json
 import os
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from .. import __version__
 from ..errors import SmolLM3Error
+from ..model.heads import MAX_TP_DEGREE
 from ..model.json_files import read_json
 from ..weights.files import SHARD_FILE, is_inside
 from .settings import Settings
@@ -20,7 +22,12 @@ MANIFEST = "artifact.json"
 PACKAGES = ("torch", "transformers", "neuronx-distributed", "neuronx-distributed-inference", "neuronx-cc")
 KINDS = {
     "place": str, "model": dict, "settings": dict, "versions": dict, "exported_because": str | None, "files": dict,
+    "seconds": dict,
 }  # fmt: skip
+INNER_KINDS = {
+    "model": {"name": str, "folder": str, "config_sha256": str, "weights": list, "adapter": dict | None},
+    "seconds": {"compile": int | float},
+}
 READ_BY_LIBRARY = ("neuron_config.json", "model.pt")
 
 
@@ -32,9 +39,9 @@ def read_manifest(path: Path) -> tuple[dict[str, Any], str | None]:
     file, (manifest, signature) = path / MANIFEST, _read(path)
     if manifest["format"] != FORMAT:
         raise SmolLM3Error(f"{path}: artifact format {manifest['format']}, this version reads {FORMAT}; compile again")
-    for key, kind in KINDS.items():
-        if key not in manifest or not isinstance(manifest[key], kind):
-            raise SmolLM3Error(f"{file}: {key} is {manifest.get(key)!r:.80}, which no compile wrote; compile again")
+    _check_kinds(file, "", manifest, KINDS)
+    for name, kinds in INNER_KINDS.items():
+        _check_kinds(file, f"{name}.", manifest[name], kinds)
     for name, entry in manifest["files"].items():
         _check_entry(file, name, entry)
     return manifest, signature
@@ -79,13 +86,26 @@ def check_settings(path: Path, manifest: dict[str, Any]) -> None:
         raise SmolLM3Error(
             f"{path}: made by smollm3-neuron {made_by} with {name}, which {__version__} has not; compile again"
         )
-    tp_degree = manifest["settings"].get("tp_degree")
-    if type(tp_degree) is not int or tp_degree < 1:
-        raise SmolLM3Error(f"{path / MANIFEST}: tp_degree is {tp_degree!r}, which no compile wrote; compile again")
+    for name, hint in get_type_hints(Settings).items():
+        value = manifest["settings"].get(name)
+        if name not in manifest["settings"] or not _fits(value, hint):
+            raise SmolLM3Error(f"{path / MANIFEST}: {name} is {value!r:.80}, which no compile wrote; compile again")
+    tp_degree = manifest["settings"]["tp_degree"]
+    if not 1 <= tp_degree <= MAX_TP_DEGREE:
+        raise SmolLM3Error(f"{path / MANIFEST}: tp_degree is {tp_degree}, which no compile wrote; compile again")
     needed = [*READ_BY_LIBRARY, *(f"weights/{SHARD_FILE.format(rank=rank)}" for rank in range(tp_degree))]
     for name in needed:
         if name not in manifest["files"]:
             raise SmolLM3Error(f"{path / MANIFEST}: {name} is not among its files; compile again")
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Returns whether a JSON value is of a type as the fields of Settings have: int, list[int] | None and the like."""
+    if isinstance(hint, UnionType):
+        return any(_fits(value, kind) for kind in get_args(hint))
+    if get_origin(hint) is list:
+        return type(value) is list and all(_fits(item, get_args(hint)[0]) for item in value)
+    return type(value) is (get_origin(hint) or hint)
 
 
 def manifest_digest(manifest: dict[str, Any]) -> str:
@@ -116,6 +136,14 @@ def _read(path: Path) -> tuple[dict[str, Any], str | None]:
     if manifest.pop("sha256", None) != manifest_digest(manifest):
         raise SmolLM3Error(f"{file}: damaged, its digest is not its own; compile again")
     return manifest, signature
+
+
+def _check_kinds(file: Path, prefix: str, values: dict[str, Any], kinds: dict[str, Any]) -> None:
+    for key, kind in kinds.items():
+        if key not in values or not isinstance(values[key], kind):
+            raise SmolLM3Error(
+                f"{file}: {prefix}{key} is {values.get(key)!r:.80}, which no compile wrote; compile again"
+            )
 
 
 def _check_entry(file: Path, name: str, entry: Any) -> None:

@@ -40,6 +40,7 @@ class Settings:
     attn_kernel_enabled: bool = False  # trn1 and inf2 have none that compiles, see model/switches.py
     windowed_context_encoding_size: int | None = None
     padded_intermediate_size: int | None = None  # MLPs padded with zeros up to it; None: as the checkpoint has them
+    apply_seq_ids_mask: bool = False  # a token step keeps the lines that it leaves out
     is_prefix_caching: bool = False  # with the block KV layout
     pa_block_size: int | None = None  # None: 32 with prefix caching
     pa_num_blocks: int | None = None  # None: enough for batch_size requests of seq_len

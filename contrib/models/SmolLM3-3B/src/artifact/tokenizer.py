@@ -7,6 +7,7 @@ tokenizer_config.json says it all.
 """
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from ..errors import SmolLM3Error
 from ..generate import chat
 from ..model.json_files import read_json
 
+GENERATION_CONFIG = "generation_config.json"
 CONFIG = "tokenizer_config.json"
 TEMPLATES = "additional_chat_templates"  # a folder
 TOKENIZER_FILES = (
@@ -23,7 +25,7 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
-    "generation_config.json",
+    GENERATION_CONFIG,
 )
 SMOLLM3S = "PreTrainedTokenizerFast"  # what transformers takes for this model where no class is named
 OF_ANOTHER_VERSION = ("TokenizersBackend", "TokenizersBackendFast")
@@ -36,7 +38,7 @@ def write_tokenizer(checkpoint: Path, folder: Path) -> None:
     that does not load, and a chat template that does not render.
     """
     for file in TOKENIZER_FILES:
-        if (checkpoint / file).is_file():
+        if _is_file(checkpoint / file):
             if file.endswith(".json"):
                 read_object(checkpoint / file)
             shutil.copyfile(checkpoint / file, folder / file)
@@ -55,6 +57,19 @@ def write_tokenizer(checkpoint: Path, folder: Path) -> None:
             raise SmolLM3Error(f"{checkpoint}: its chat template does not render ({error})") from None
         if template := chat.vllm_template(tokenizer):
             (folder / chat.VLLM_TEMPLATE).write_text(template, encoding="utf-8")
+
+
+def check_generation_config(checkpoint: Path, vocab_size: int) -> None:
+    """Raises SmolLM3Error for a generation_config.json of the checkpoint that `generate` would refuse later."""
+    from ..generate import generation
+
+    path = checkpoint / GENERATION_CONFIG
+    if _is_file(path):
+        try:
+            generation.check_generation_config(read_object(path), vocab_size)
+        except SmolLM3Error as error:
+            line = str(error)
+            raise SmolLM3Error(line if line.startswith(str(path)) else f"{path}: {line}") from None
 
 
 def tokenizer_fields(fields: dict[str, Any]) -> dict[str, Any]:
@@ -78,13 +93,25 @@ def load_tokenizer(folder: Path, named: Path | None = None):
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        tokenizer.decode(tokenizer("1+1=")["input_ids"])  # some settings are read only now
+        return tokenizer
     except Exception as error:  # of many kinds: tokenizers raises Exception itself
         reason = " ".join(str(error).replace(str(folder), str(named or folder)).split())
         raise SmolLM3Error(
             f"{named or folder}: its tokenizer does not load ({type(error).__name__}: {reason[:300]}); take the "
             "tokenizer's files from the model that it was trained from"
         ) from None
+
+
+def _is_file(path: Path) -> bool:
+    """Returns whether the file is there. Raises SmolLM3Error for a folder or a broken link of its name."""
+    if path.is_file():
+        return True
+    if os.path.lexists(path):
+        what = "a folder" if path.is_dir() else "a link to nothing" if path.is_symlink() else "no file"
+        raise SmolLM3Error(f"{path}: {what}, a file is expected; download it again, or remove it")
+    return False
 
 
 def read_object(path: Path) -> dict[str, Any]:

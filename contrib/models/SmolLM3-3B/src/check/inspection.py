@@ -17,8 +17,8 @@ from torch.overrides import TorchFunctionMode
 
 from ..generate.generation import prefill_inputs
 from ..model.config import CheckpointConfig, read_config
-from .altered_reference import load_altered_reference
-from .validation import ALLOWANCE, WIDER
+from .streamed_reference import WIDER, StreamedModel
+from .validation import ALLOWANCE
 
 # in the order of the data's flow
 LAYER_VALUES = (
@@ -34,6 +34,12 @@ QUERY_HEADS = (
 KEY_VALUE_HEADS = ("attention_keys", "attention_values", "key_projection")
 Key = tuple[int | None, str]  # layer (None: the model's own) and name of a value
 Values = dict[Key, Tensor]
+# other names of the field for values above, and for what the model is given
+ALIASES = {
+    "premix": "attention_head_outputs",
+    "mlp_input": "mlp_norm_output",
+    "token_embeddings": "layer_input",  # of the first layer
+}
 ROWS = 64  # the reference runs a multiple of so many tokens
 
 
@@ -156,10 +162,18 @@ class Inspection:
     """Whether the queries or keys that enter attention differ from the projections' outputs."""
     rope_of_spacing: list[bool]
     """Whether the layer alone is moved by other distances between the positions."""
+    spacing_sizes: list[float]
+    """By how much that moves the layer's attention at most, as a share of its largest element."""
+    spacing_keeps_first: list[bool]
+    """Whether it leaves the attention at position 0, whose own position is the same, as it was to the bit."""
     broken_identity: list[int]
     """The layers whose output is not input + attention + MLP, to the bit."""
     tree: list[str] = field(default_factory=list)
     """The modules of a rank, see `module_tree`."""
+    values: Values = field(default_factory=dict, repr=False)
+    """The model's own values."""
+    reference: Values = field(default_factory=dict, repr=False)
+    """Those of transformers in the model's dtype."""
 
     @property
     def first(self) -> Key | None:
@@ -214,30 +228,49 @@ def inspect(app, folder: Path, prompt: Sequence[int], ranks: Any = None, adapter
         recorder.close()
     dtype = app.neuron_config.torch_dtype
     theirs, exact = (
-        reference_values(load_altered_reference(folder, precision, adapter), prompt, config)
+        reference_values(StreamedModel(folder, precision, adapter), prompt, config)
         for precision in (dtype, WIDER[dtype])
     )
-    moved = [not torch.equal(spaced[layer, "attention_output"], ours[layer, "attention_output"]) for layer in layers]
+    pairs = [(ours[layer, "attention_output"], spaced[layer, "attention_output"]) for layer in layers]
     return Inspection(
         differences=compared(ours, theirs, exact, dtype),
         rope_of_config=[bool(flag) for flag in read_config(folder).no_rope_layers],
         rope_of_projections=[rotates(ours, layer) for layer in layers],
-        rope_of_spacing=moved,
+        rope_of_spacing=[not torch.equal(own, other) for own, other in pairs],
+        spacing_sizes=[((other - own).abs().max() / own.abs().max()).item() for own, other in pairs],
+        spacing_keeps_first=[torch.equal(own[0], other[0]) for own, other in pairs],
         broken_identity=[layer for layer in layers if not keeps_identity(ours, layer)],
         tree=module_tree(models[0]),
+        values=ours,
+        reference=theirs,
     )
 
 
-def reference_values(model, prompt: Sequence[int], config: CheckpointConfig) -> Values:
+def named_values(values: Values, prompt: Sequence[int], layers: Sequence[int]) -> dict[str, Tensor]:
+    """Returns the values of `layers` and of the model by `layers.N.NAME` and `NAME`, aliases and inputs among them.
+
+    Each is a tensor of its own, as a safetensors file wants it.
+    """
+    named = {(f"layers.{key[0]}." if key[0] is not None else "") + key[1]: tensor for key, tensor in values.items()}
+    kept = {name: named[name] for name in named if "." not in name or int(name.split(".")[1]) in layers}
+    for alias, name in ALIASES.items():
+        places = [""] if alias == "token_embeddings" else [f"layers.{layer}." for layer in layers]
+        kept |= {place + alias: named[(place or "layers.0.") + name] for place in places}
+    kept |= {"input_ids": torch.tensor(prompt), "attention_mask": torch.ones(len(prompt), dtype=torch.int64)}
+    kept["input_size"] = torch.tensor([len(prompt)])
+    return {name: tensor.contiguous().clone() for name, tensor in kept.items()}
+
+
+def reference_values(model: StreamedModel, prompt: Sequence[int], config: CheckpointConfig) -> Values:
     """Returns the values of transformers' `model` for `prompt`, shaped as `joined` has them.
 
     The prompt is padded on the right, as the application pads it: in a matrix product of few rows a CPU sums in another
     order and rounds less, and what transformers is off would be measured too small for the application.
     """
-    recorder = Recorder(model.model.layers, model.model.norm, model.lm_head)
-    input_ids = torch.tensor([[*prompt, *[0] * (-len(prompt) % ROWS)]])
+    recorder = Recorder(model.layers, model.norm, model.lm_head)
+    padded = [*prompt, *[0] * (-len(prompt) % ROWS)]
     with recorder:
-        logits = model(input_ids, logits_to_keep=torch.tensor([len(prompt) - 1])).logits[0]
+        (logits,) = model.logits([padded], [torch.tensor([len(prompt) - 1])])
     values = joined([recorder.values], config, len(prompt))
     values[None, "logits"], values[None, "next_token_probs"] = logits, logits.softmax(-1)
     return values

@@ -9,7 +9,8 @@ from transformers import GenerationConfig, SmolLM3Config, SmolLM3ForCausalLM
 
 from ..errors import SmolLM3Error
 from ..generate.generation import Generated
-from ..model.config import fields_for_transformers
+from ..model.config import fields_for_transformers, read_config
+from ..weights.checkpoint import check_checkpoint
 
 # Of the published results of this model on Neuron; the first two are the math prompts.
 PUBLISHED_PROMPTS = (
@@ -25,8 +26,10 @@ PUBLISHED_PROMPTS = (
 def load_reference(folder: str | Path, dtype: torch.dtype = torch.float32) -> SmolLM3ForCausalLM:
     """Returns transformers' model of the checkpoint in `folder`, whichever spelling its config.json has.
 
-    Raises SmolLM3Error for weights that transformers does not find: they would be random.
+    Raises SmolLM3Error for a checkpoint that is damaged, and for weights that transformers does not find: they would be
+    random.
     """
+    check_checkpoint(folder, read_config(folder))
     config = SmolLM3Config.from_dict(fields_for_transformers(folder))
     model, loading_info = SmolLM3ForCausalLM.from_pretrained(
         folder, config=config, dtype=dtype, output_loading_info=True

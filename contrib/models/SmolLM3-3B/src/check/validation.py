@@ -19,11 +19,11 @@ import torch
 
 from ..errors import SmolLM3Error
 from ..generate.generation import Generated, generate
-from .altered_reference import load_altered_reference
-from .reference import PUBLISHED_PROMPTS, reference_generate, token_match
+from ..model.json_files import read_json
+from .reference import PUBLISHED_PROMPTS, token_match
+from .streamed_reference import Reference, two_best
 
 IDENTICAL, NEAR_TIE, WRONG = "identical", "near tie", "wrong"
-WIDER = {torch.float32: torch.float64, torch.bfloat16: torch.float32, torch.float16: torch.float32}
 TOP_K = ("5", "50", "1000", "all")  # the steps of NxD Inference's default tol_map
 # a right model rounds what transformers rounds, and a rank's part of a sum and a bias once more: twice is room for both
 ALLOWANCE = 2
@@ -46,6 +46,7 @@ TEXT = (
     " hour after high tide the salt water flows inland, and the fish of both are caught in the same net."
 )
 TEXT_TOKENS = 128
+ROWS = 32  # positions that are measured at a time
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,8 @@ class Judged:
     """The model's own answer; of a text, the text."""
     expected: list[int]
     """transformers' answer; of a text, the text."""
-    agree: float = 0.0
-    """The share of the expected tokens that the model chooses under teacher forcing."""
+    chosen: list[int] = field(default_factory=list)
+    """What the model chooses under teacher forcing, by position."""
     margins: list[float] = field(default_factory=list)
     """By how much the model's best logit exceeds the second, by position, under teacher forcing."""
     expected_margins: list[float] = field(default_factory=list)
@@ -95,6 +96,11 @@ class Judged:
         return token_match(self.tokens, self.expected)
 
     @property
+    def agree(self) -> float:
+        """The share of the expected tokens that the model chooses under teacher forcing."""
+        return token_match(self.chosen, self.expected)
+
+    @property
     def divergence(self) -> int | None:
         """The position at which the two answers part first, or None."""
         pairs = enumerate(zip(self.tokens, self.expected))
@@ -106,13 +112,15 @@ class Report:
     """The judged cases, and what they were judged by.
 
     `perplexity` has those of the "model", of "transformers" in its dtype and of the wider run ("exact") on the text,
-    and by what share they may differ ("tolerance"); it is empty where there is no text.
+    and by what share they may differ ("tolerance"); it is empty where there is no text. `passes` counts by dtype how
+    often transformers' layers were read.
     """
 
     cases: list[Judged]
     tol_map: dict[str, float]
     divergence_difference_tol: float
     perplexity: dict[str, float]
+    passes: dict[str, int]
 
     def cases_of(self, *kinds: str) -> list[Judged]:
         """Returns the cases whose kind is one of `kinds`."""
@@ -149,54 +157,31 @@ class Report:
             "tol_map": self.tol_map,
             "divergence_difference_tol": self.divergence_difference_tol,
             "perplexity": self.perplexity,
+            "passes": self.passes,
             "cases": cases,
         }
 
 
-class Reference:
-    """transformers in `dtype` and in the next wider one, with the weights that `load_altered_reference` gives it.
+def prompts_and_text(folder: Path) -> tuple[list[str], str]:
+    """Returns prompts and a text; a checkpoint with a `prompts.json` brings its own, the held-out ones among them.
 
-    One of the two models is in memory at a time; logits and answers are kept.
+    Raises SmolLM3Error for a `prompts.json` of another form.
     """
-
-    def __init__(
-        self, folder: str | Path, dtype: torch.dtype, adapter: str | Path | None = None, quantized: Any = None
-    ):
-        self.dtype, self.wider = dtype, WIDER[dtype]
-        self._load = functools.partial(load_altered_reference, folder, adapter=adapter, quantized=quantized)
-        self._loaded: tuple[torch.dtype, Any] | None = None
-        self._logits: dict[tuple, torch.Tensor] = {}
-        self._greedy: dict[tuple, list[int]] = {}
-
-    def _model(self, dtype: torch.dtype):
-        if self._loaded is None or self._loaded[0] != dtype:
-            self._loaded = None  # before the other one is read
-            self._loaded = dtype, self._load(dtype)
-        return self._loaded[1]
-
-    @torch.no_grad()
-    def logits(self, dtype: torch.dtype, prompt: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
-        """Returns the logits [len(tokens), vocab_size], in `dtype`, that choose each of `tokens` after `prompt`."""
-        key = dtype, tuple(prompt), tuple(tokens[:-1])
-        if key not in self._logits:
-            input_ids = torch.tensor([[*prompt, *tokens[:-1]]])
-            self._logits[key] = self._model(dtype)(input_ids, logits_to_keep=len(tokens)).logits[0]
-        return self._logits[key]
-
-    def answer(self, prompt: Sequence[int], tokens: Sequence[int], suppress_tokens: Sequence[int]) -> list[int]:
-        """Returns transformers' greedy tokens after `prompt`, as many as `tokens` are.
-
-        Where `tokens` are greedy throughout, one pass shows it; only else are they generated.
-        """
-        key = tuple(prompt), len(tokens), tuple(suppress_tokens)
-        if key in self._greedy:
-            return self._greedy[key]
-        best = _two_best(self.logits(self.dtype, prompt, tokens), suppress_tokens).indices[:, 0]
-        if best.tolist() == list(tokens):
-            return list(tokens)
-        generated = reference_generate(self._model(self.dtype), prompt, len(tokens), suppress_tokens)
-        self._greedy[key] = generated.tokens
-        return generated.tokens
+    if not (folder / "prompts.json").is_file():
+        return list(PROMPTS), TEXT
+    own = read_json(folder / "prompts.json")
+    try:
+        held_out = [(entry["prompt"], entry["answer"]) for entry in own["held_out"]]
+        prompts = [*own["published"], *(prompt for prompt, _ in held_out)]
+        text = "\n".join(map("".join, held_out))
+    except (KeyError, TypeError):
+        prompts = [None]
+    if not all(isinstance(prompt, str) for prompt in prompts):
+        raise SmolLM3Error(
+            f"{folder / 'prompts.json'}: an object with published, a list of texts, and held_out, a list of objects "
+            "with prompt and answer, is expected; download it again, or remove it"
+        )
+    return prompts, text
 
 
 def make_cases(
@@ -249,56 +234,60 @@ def validate(
     texts = [case for case in cases if case.forced is not None]
     questions = [case for case in cases if case.forced is None]
     answers = run([case.prompt for case in questions], max_new_tokens)
-    judged = [
-        Judged(case, result.tokens, reference.answer(case.prompt, result.tokens, suppress_tokens))
-        for case, result in zip(questions, answers)
-    ]
+
+    def draft(prompts: list[list[int]], begun: list[list[int]]) -> list[list[int]]:
+        """Goes on with each prompt and what it was answered so far, where that fits into the model's context."""
+        longer = [[*prompt, *tokens] for prompt, tokens in zip(prompts, begun)]
+        fitting = [tokens for tokens in longer if len(tokens) <= model.config.neuron_config.max_context_length]
+        drafted = iter(run(fitting, max_new_tokens))
+        return [next(drafted).tokens if tokens in fitting else [] for tokens in longer]
+
+    prompts = [case.prompt for case in (*questions, *texts)]
+    tokens = [*(answer.tokens for answer in answers), *(case.forced for case in texts)]
+    theirs = reference.answers(prompts, tokens, suppress_tokens, draft, fixed=range(len(questions), len(prompts)))
+    judged = [Judged(case, own, expected) for case, own, (expected, _) in zip((*questions, *texts), tokens, theirs)]
     # where the answers are equal, the free run was fed with transformers' tokens already
     parted = [index for index, one in enumerate(judged) if one.divergence is not None]
     again = _forced(run, [judged[index].case.prompt for index in parted], [judged[index].expected for index in parted])
     for index, result in zip(parted, again):
         answers[index] = result
     answers += _forced(run, [case.prompt for case in texts], [case.forced for case in texts])
-    judged += [Judged(case, case.forced, case.forced) for case in texts]
-    _measure(judged, [torch.stack(result.logits) for result in answers], reference, suppress_tokens)
-    return _judge(judged, tol_map, divergence_difference_tol)
+    exact = reference.logits(reference.wider, prompts, [one.expected for one in judged])
+    for index, (one, of_wider) in enumerate(zip(judged, exact)):
+        (_, of_theirs), ours = theirs[index], torch.stack(answers[index].logits)
+        theirs[index] = answers[index] = None  # of a large vocabulary these are the most that is in memory
+        for rows in zip(*(logits.split(ROWS) for logits in (ours, of_theirs, of_wider))):
+            _measure(one, *rows, suppress_tokens)
+    return _judge(judged, tol_map, divergence_difference_tol, reference.passes)
 
 
 def _forced(run: Callable[..., list[Generated]], prompts: list, tokens: list) -> list[Generated]:
     return run(prompts, max(map(len, tokens)), forced=tokens) if prompts else []
 
 
-def _two_best(logits: torch.Tensor, suppress_tokens: Sequence[int]):
-    """Returns the values and indices [positions, 2] of each position's two best logits, in float64."""
-    suppressed = torch.tensor(suppress_tokens, dtype=torch.long)
-    return logits.double().index_fill(-1, suppressed, -math.inf).topk(2, dim=-1)
-
-
 def _measure(
-    judged: list[Judged], logits: list[torch.Tensor], reference: Reference, suppress_tokens: Sequence[int]
+    one: Judged, ours: torch.Tensor, theirs: torch.Tensor, exact: torch.Tensor, suppress_tokens: Sequence[int]
 ) -> None:
-    """Fills in what does not need the tolerances, from the model's `logits` of each case [positions, vocab_size]."""
-    in_dtype = [reference.logits(reference.dtype, one.case.prompt, one.expected).double() for one in judged]
-    for one, ours, theirs in zip(judged, logits, in_dtype):  # the wider model is read here, once
-        exact = reference.logits(reference.wider, one.case.prompt, one.expected).double()
-        ours, scale = ours.double(), exact.abs().amax(-1)
-        for errors, other in ((one.errors, ours), (one.noise, theirs)):
-            error = (other - exact).abs() / scale[:, None]
-            for name in TOP_K:
-                top = error if name == "all" else error.gather(-1, exact.topk(min(int(name), error.shape[-1])).indices)
-                errors[name] = top.amax(-1).tolist()
-        our_best, their_best = _two_best(ours, suppress_tokens), _two_best(theirs, suppress_tokens)
-        one.margins = (our_best.values[:, 0] - our_best.values[:, 1]).tolist()
-        one.expected_margins = (their_best.values[:, 0] - their_best.values[:, 1]).tolist()
-        our_choice, their_choice = our_best.indices[:, 0], their_best.indices[:, 0]
-        one.agree = (our_choice == torch.tensor(one.expected)).double().mean().item()
-        first, second = _two_best(exact, suppress_tokens).indices.unbind(-1)
-        one.lead_noise = ((_lead(theirs, first, second) - _lead(exact, first, second)).abs() / scale).tolist()
-        leads = _lead(ours, our_choice, their_choice), _lead(theirs, their_choice, our_choice)
-        one.divergence_difference = (torch.maximum(*leads) / scale).tolist()
-        if one.case.kind == "text":
-            losses = [_losses(run, one.expected) for run in (ours, theirs, exact)]
-            one.losses = list(zip(*losses))
+    """Adds what does not need the tolerances, from the next positions' logits [positions, vocab_size] of each run."""
+    expected = torch.tensor(one.expected[len(one.margins) :][: len(ours)])
+    ours, theirs, exact = ours.double(), theirs.double(), exact.double()
+    scale = exact.abs().amax(-1)
+    for errors, other in ((one.errors, ours), (one.noise, theirs)):
+        error = (other - exact).abs() / scale[:, None]
+        for name in TOP_K:
+            top = error if name == "all" else error.gather(-1, exact.topk(min(int(name), error.shape[-1])).indices)
+            errors.setdefault(name, []).extend(top.amax(-1).tolist())
+    our_best, their_best = two_best(ours, suppress_tokens), two_best(theirs, suppress_tokens)
+    one.margins += (our_best.values[:, 0] - our_best.values[:, 1]).tolist()
+    one.expected_margins += (their_best.values[:, 0] - their_best.values[:, 1]).tolist()
+    our_choice, their_choice = our_best.indices[:, 0], their_best.indices[:, 0]
+    one.chosen += our_choice.tolist()
+    first, second = two_best(exact, suppress_tokens).indices.unbind(-1)
+    one.lead_noise += ((_lead(theirs, first, second) - _lead(exact, first, second)).abs() / scale).tolist()
+    leads = _lead(ours, our_choice, their_choice), _lead(theirs, their_choice, our_choice)
+    one.divergence_difference += (torch.maximum(*leads) / scale).tolist()
+    if one.case.kind == "text":
+        one.losses += zip(*(_losses(run, expected) for run in (ours, theirs, exact)))
 
 
 def _lead(logits: torch.Tensor, token: torch.Tensor, other_token: torch.Tensor) -> torch.Tensor:
@@ -306,11 +295,16 @@ def _lead(logits: torch.Tensor, token: torch.Tensor, other_token: torch.Tensor) 
     return (logits.gather(-1, token[:, None]) - logits.gather(-1, other_token[:, None]))[:, 0]
 
 
-def _losses(logits: torch.Tensor, tokens: Sequence[int]) -> list[float]:
-    return torch.nn.functional.cross_entropy(logits, torch.tensor(tokens), reduction="none").tolist()
+def _losses(logits: torch.Tensor, tokens: torch.Tensor) -> list[float]:
+    return torch.nn.functional.cross_entropy(logits, tokens, reduction="none").tolist()
 
 
-def _judge(judged: list[Judged], tol_map: dict[str, float] | None, divergence_difference_tol: float | None) -> Report:
+def _judge(
+    judged: list[Judged],
+    tol_map: dict[str, float] | None,
+    divergence_difference_tol: float | None,
+    passes: dict[torch.dtype, int],
+) -> Report:
     noise = {name: max(max(one.noise[name]) for one in judged) for name in TOP_K}
     if tol_map is None:
         tol_map = {name: ALLOWANCE * noise[name] for name in TOP_K}
@@ -333,7 +327,8 @@ def _judge(judged: list[Judged], tol_map: dict[str, float] | None, divergence_di
                 f"parts at token {position}: the two best logits are {one.margins[position]:.3g} apart, transformers' "
                 f"{one.expected_margins[position]:.3g}"
             )
-    return Report(judged, tol_map, divergence_difference_tol, perplexity)
+    passes = {str(dtype).removeprefix("torch."): count for dtype, count in passes.items()}
+    return Report(judged, tol_map, divergence_difference_tol, perplexity, passes)
 
 
 def _fault(judged: Judged, tol_map: dict[str, float], divergence_difference_tol: float) -> str:

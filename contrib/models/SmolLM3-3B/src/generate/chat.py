@@ -61,8 +61,20 @@ def render(tokenizer, messages: Sequence[Mapping[str, Any]], **variables: Any) -
                 list(messages), chat_template=template, tokenize=False, add_generation_prompt=True, **variables
             ),
         )
-    except TemplateError as error:
+    except (TemplateError, SmolLM3Error) as error:
         raise SmolLM3Error(str(error)) from None
+    except Exception as error:  # of any kind: a template is a program
+        raise SmolLM3Error(f"the checkpoint's chat template fails ({type(error).__name__}: {error})") from None
+
+
+def encode(tokenizer, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+    """Returns the token ids of each text. Raises SmolLM3Error for one that is no Unicode, as other bytes may be."""
+    for index, text in enumerate(texts):
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise SmolLM3Error(f"prompt {index} is {text!r}, which is not UTF-8: save or type it as UTF-8") from None
+    return tokenizer(list(texts), add_special_tokens=add_special_tokens)["input_ids"]
 
 
 def _check_variables(variables: Mapping[str, Any]) -> None:
@@ -87,7 +99,7 @@ def _check_arguments(messages: Sequence[Mapping[str, Any]]) -> None:
             arguments = function.get("arguments") if isinstance(function, Mapping) else None
             try:
                 is_object = not isinstance(arguments, str) or not arguments or isinstance(json.loads(arguments), dict)
-            except ValueError:
+            except (ValueError, RecursionError):
                 is_object = False
             if not is_object:
                 raise SmolLM3Error(f"message {index}: the arguments {arguments!r} of a call are no JSON object")

@@ -5,21 +5,19 @@ Which token comes next is sampling.py's. Every prompt has a random generator of 
 tokens that it gets alone.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from transformers import StopStringCriteria
 
-from ..errors import SmolLM3Error
+from ..errors import NotANumber, SmolLM3Error
+from ..model.config import token_ids
 from .blocks import BlockTables
 from .sampling import GREEDY, Sampling
 from .turns import turn
-
-
-class NotANumber(RuntimeError):
-    """The model is broken: nothing can be chosen from what it returned."""
 
 
 @dataclass
@@ -83,6 +81,14 @@ def check_prompts(prompts: Sequence[Sequence[int]], max_new_tokens: int, max_con
                 f"prompt {index} has {len(prompt)} tokens, max_context_length is {max_context_length}: shorten it, or "
                 "compile with a larger one"
             )
+
+
+def check_generation_config(fields: Mapping[str, Any], vocab_size: int) -> None:
+    """Raises SmolLM3Error for a generation_config.json, with these fields, by which no token could be chosen."""
+    eos_token_ids = token_ids("eos_token_id", fields.get("eos_token_id"))
+    chooser = _Chooser(Sampling.of(fields), [[0]], [1], eos_token_ids, ())
+    for length in (1, 4096):  # some of it holds from a length on
+        chooser([[0] * length], [Generated()], SimpleNamespace(logits=torch.zeros(1, 1, vocab_size)))
 
 
 @torch.no_grad()
@@ -254,7 +260,9 @@ class _Chooser:
     def __call__(self, prompts, results, output) -> tuple[list[int], list[float]]:
         logits = output.logits[:, -1].to(torch.float32, copy=True)
         if not torch.isfinite(logits).any(-1).all() or logits.isnan().any():
-            raise NotANumber("the model returned logits that are not numbers")
+            raise NotANumber(
+                "the model returned logits that are not numbers: weights are damaged, or too large for its dtype"
+            )
         tokens = [
             result.tokens[-1]
             if result.finished
@@ -268,7 +276,7 @@ class _Chooser:
     def _choose(self, row: int, input_ids: list[int], logits: torch.Tensor) -> int:
         try:
             scores = self.processors[row](torch.tensor([input_ids]), logits)
-        except (ValueError, IndexError) as error:  # ids that the vocabulary has not
+        except Exception as error:  # of many kinds: ids that the vocabulary has not, texts for numbers
             raise SmolLM3Error(f"generation config: {' '.join(str(error).split())}") from None
         if not (scores > float("-inf")).any():
             raise SmolLM3Error("generation config: it bars every token of the vocabulary; bar fewer")
@@ -276,5 +284,5 @@ class _Chooser:
             return int(scores.argmax(-1))  # of equals the lowest, which topk does not promise
         probabilities = scores.softmax(-1)
         if not torch.isfinite(probabilities).all():
-            raise SmolLM3Error("generation config: it makes scores that are no numbers; make its values smaller")
+            raise SmolLM3Error("generation config: it makes scores that are no numbers; take values nearer to 1")
         return int(torch.multinomial(probabilities, 1, generator=self.generators[row]))

@@ -14,7 +14,9 @@ from transformers import GenerationConfig, GenerationMixin, StopStringCriteria
 from transformers.generation.logits_process import LogitsProcessorList
 
 from ..errors import SmolLM3Error
+from ..model.config import LARGEST_INTEGER, LARGEST_NUMBER
 
+LEAST_TEMPERATURE = 1e-6  # of smaller ones logits overflow
 ONLY_SAMPLES = ("min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 FURTHER = (
     *ONLY_SAMPLES,
@@ -48,10 +50,14 @@ class Sampling:
     further: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
-        if not _is_number(self.temperature) or not 0 <= self.temperature < float("inf"):
-            raise SmolLM3Error(f"temperature is {self.temperature!r}, allowed is 0 (greedy) or a number above 0")
-        if self.top_k is not None and (type(self.top_k) is not int or self.top_k < 1):
-            raise SmolLM3Error(f"top_k is {self.top_k!r}, allowed is a whole number of at least 1")
+        temperature = self.temperature
+        if not _is_number(temperature) or (temperature != 0 and not LEAST_TEMPERATURE <= temperature <= LARGEST_NUMBER):
+            raise SmolLM3Error(
+                f"temperature is {temperature!r:.40}, allowed is 0 (greedy) or a number from {LEAST_TEMPERATURE:g} to "
+                f"{LARGEST_NUMBER:g}"
+            )
+        if self.top_k is not None and (type(self.top_k) is not int or not 1 <= self.top_k <= LARGEST_INTEGER):
+            raise SmolLM3Error(f"top_k is {self.top_k!r:.40}, allowed is a whole number of at least 1")
         if self.top_p is not None and (not _is_number(self.top_p) or not 0 < self.top_p <= 1):
             raise SmolLM3Error(f"top_p is {self.top_p!r}, allowed is a number above 0 and up to 1")
         if not 0 <= self.seed < 2**63:
@@ -59,6 +65,10 @@ class Sampling:
         for name in ("suppress_tokens", "begin_suppress_tokens"):
             if not isinstance(self.further.get(name, []), list):
                 raise SmolLM3Error(f"{name} is {self.further[name]!r}, allowed is a list of token ids")
+        strings = self.further.get("stop_strings") or []
+        listed = [strings] if isinstance(strings, str) else strings
+        if not isinstance(listed, list) or not all(isinstance(string, str) and string for string in listed):
+            raise SmolLM3Error(f"stop_strings is {strings!r}, allowed is a text or a list of them")
         self.processors([0], 1, [0])
 
     @classmethod
@@ -126,9 +136,9 @@ class Sampling:
         chosen = {"temperature": float(self.temperature), "top_k": self.top_k, "top_p": self.top_p} if is_sample else {}
         values = {**self.further, **chosen, "do_sample": is_sample, "suppress_tokens": suppressed or None}
         values["max_length"] = len(prompt) + max_new_tokens
-        if values.get("min_new_tokens") is not None:  # of the two it is the one that counts
-            values["min_length"] = len(prompt) + values["min_new_tokens"]
         try:
+            if values.get("min_new_tokens") is not None:  # of the two it is the one that counts
+                values["min_length"] = len(prompt) + values["min_new_tokens"]
             config = GenerationConfig(**values)
             config._eos_token_tensor = torch.tensor(list(eos_token_ids)) if eos_token_ids else None
             return GenerationMixin()._get_logits_processor(
@@ -138,7 +148,7 @@ class Sampling:
                 device="cpu",
                 model_kwargs={},
             )
-        except (ValueError, TypeError, AttributeError, RuntimeError) as error:
+        except Exception as error:  # of many kinds: the values may be anything
             raise SmolLM3Error(f"generation config: {' '.join(str(error).split())}") from None
 
     def stops(self, tokenizer) -> StopStringCriteria | None:
@@ -148,10 +158,7 @@ class Sampling:
             return None
         if tokenizer is None:
             raise SmolLM3Error(f"stop_strings is {strings!r}, for which generate needs the tokenizer: pass it")
-        listed = [strings] if isinstance(strings, str) else strings
-        if not isinstance(listed, list) or not all(isinstance(string, str) and string for string in listed):
-            raise SmolLM3Error(f"stop_strings is {strings!r}, allowed is a text or a list of them")
-        return StopStringCriteria(tokenizer, listed)
+        return StopStringCriteria(tokenizer, [strings] if isinstance(strings, str) else strings)
 
 
 def _is_number(value: Any) -> bool:

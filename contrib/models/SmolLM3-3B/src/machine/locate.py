@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ..errors import SmolLM3Error
 from ..model.config import INSTEAD, OTHER_FORMATS, file_of_other_format
+from ..weights.files import expanded
 
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM3-3B"
 REVISIONS = {DEFAULT_MODEL: "a07cc9a04f16550a088caea529712d1d335b0ac1"}  # pinned: a name alone is not an identity
@@ -27,14 +28,9 @@ def locate_model(model: str, revision: str | None = None) -> tuple[Path, str, st
     is not pinned the newest, as None. Raises SmolLM3Error where there is no such model or the hub cannot be reached; it
     never takes another one.
     """
-    if model == TINY:
-        if not (tiny_folder() / "config.json").is_file():
-            raise SmolLM3Error(f"'tiny' is part of a checkout of this repository; {tiny_folder()} is not there")
-        return tiny_folder(), TINY, None
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        _check_format(folder)
-        return folder.resolve(), str(folder.resolve()), None
+    folder = expanded(model)
+    if model == TINY or folder.is_dir():
+        return *local_model(model), None
     if folder.suffix in OTHER_FORMATS:
         source = folder.parent if folder.suffix == ".msgpack" else folder
         raise SmolLM3Error(
@@ -54,6 +50,19 @@ def locate_model(model: str, revision: str | None = None) -> tuple[Path, str, st
         )
     revision = revision or REVISIONS.get(model)
     return _download(model, revision), model, revision
+
+
+def local_model(model: str) -> tuple[Path, str]:
+    """Returns folder and name of `model`, a folder or "tiny". Raises SmolLM3Error where it is neither."""
+    if model == TINY:
+        if not (tiny_folder() / "config.json").is_file():
+            raise SmolLM3Error(f"'tiny' is part of a checkout of this repository; {tiny_folder()} is not there")
+        return tiny_folder(), TINY
+    folder = expanded(model)
+    if not folder.is_dir():
+        raise SmolLM3Error(f"{model}: no such folder; pass a checkpoint folder or 'tiny'")
+    _check_format(folder)
+    return folder.resolve(), str(folder.resolve())
 
 
 def _check_format(folder: Path) -> None:

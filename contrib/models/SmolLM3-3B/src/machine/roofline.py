@@ -7,17 +7,21 @@ on a device by this project.
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from ..errors import SmolLM3Error
 from ..model.config import CheckpointConfig
 from ..model.dtypes import DTYPES
 from ..model.heads import ShardingPlan, padded_size
-from ..weights.rank_layout import rank_outputs
+from ..weights.projections import expected_shapes
+from ..weights.quantization import is_quantized, quantized_linears, with_scales
+from ..weights.rank_layout import Output, rank_outputs
 
 GB, GiB = 10**9, 1 << 30
 HBM_PER_CORE = 16 * GB
 HBM_BANDWIDTH = 410 * GB  # bytes per second and core: a chip's 820 GB/s over its two cores
 FLOPS = 95 * 10**12  # dense bfloat16 per second and core
+MASKED_POSITIONS = 128  # more of each line of the cache with apply_seq_ids_mask: what is left out is written there
 RESERVED_PER_CORE = 1 * GB  # kept free for the runtime, the graphs' code and scratch: a guess
 
 
@@ -52,6 +56,12 @@ def check_tp_degree(instance: str, tp_degree: int) -> None:
         )
 
 
+def parameters(config: CheckpointConfig) -> tuple[int, int]:
+    """Returns how many parameters the checkpoint has, and in how many tensors."""
+    shapes = expected_shapes(config).values()
+    return sum(map(math.prod, shapes)), len(shapes)
+
+
 @dataclass(frozen=True)
 class Estimate:
     """Bytes, operations and seconds of one core, for `seq_len` tokens of each of `batch_size` sequences.
@@ -68,6 +78,10 @@ class Estimate:
     """The tokens of a prompt; None stands for seq_len."""
     window: int | None = None
     """windowed_context_encoding_size; None: a prompt is encoded whole."""
+    apply_seq_ids_mask: bool = False
+    """Whether the caches have the positions of that switch."""
+    quantized: Any = None
+    """The settings of 8-bit weights, an artifact's Settings or a NeuronConfig; None: all are in `dtype`."""
 
     @property
     def plan(self) -> ShardingPlan:
@@ -88,10 +102,22 @@ class Estimate:
     def _prompt_length(self) -> int:
         return self.context_length or self.seq_len
 
+    def _outputs(self, but: tuple[str, ...] = ()) -> list[tuple[Output, int]]:
+        """Returns the core's tensors but those whose names start with one of `but`, and the bytes of an element."""
+        outputs, linears = rank_outputs(self.config, 0, self.tp_degree), set()
+        if self.quantized:
+            linears = quantized_linears(self.config, self.quantized)
+            outputs = with_scales(outputs, linears, self.quantized.quantization_type == "per_channel_symmetric")
+        sizes = ((out, 1 if is_quantized(out, linears) else self._nbytes) for out in outputs if out.parts)
+        return [(out, 4 if out.name.endswith("scale") else size) for out, size in sizes if not out.name.startswith(but)]
+
+    def _bytes(self, *, but: tuple[str, ...] = ()) -> int:
+        """Returns the bytes of the core's tensors, without those whose names start with one of `but`."""
+        return sum(math.prod(out.shape) * size for out, size in self._outputs(but))
+
     def _elements(self, *, but: tuple[str, ...] = ()) -> int:
-        """Returns the elements of the core's tensors, without those whose names start with one of `but`."""
-        outputs = rank_outputs(self.config, 0, self.tp_degree)
-        return sum(math.prod(out.shape) for out in outputs if out.parts and not out.name.startswith(but))
+        """Returns the elements of the core's weights, without those whose names start with one of `but`."""
+        return sum(math.prod(out.shape) for out, _ in self._outputs(but) if not out.name.endswith("scale"))
 
     def _embedding_bytes(self, tokens: int) -> int:
         """Returns the bytes of the core's part of so many tokens' embeddings."""
@@ -100,12 +126,14 @@ class Estimate:
     @property
     def weights(self) -> int:
         """Bytes of the core's shard."""
-        return self._elements() * self._nbytes
+        return self._bytes()
 
     @property
     def untied_head(self) -> int:
         """Bytes of the head's own copy of the tied embeddings; 0 where the checkpoint is not tied."""
-        return self._head_elements * self._nbytes if self.config.tie_word_embeddings else 0
+        if not self.config.tie_word_embeddings:
+            return 0
+        return self._bytes(but=("embed_tokens", "layers", "norm"))
 
     @property
     def kv_cache_per_token(self) -> int:
@@ -116,7 +144,11 @@ class Estimate:
     @property
     def kv_cache(self) -> int:
         """Bytes of the caches of the whole batch."""
-        return self.kv_cache_per_token * self.seq_len * self.batch_size
+        return self.kv_cache_per_token * (self.seq_len + self._masked_positions) * self.batch_size
+
+    @property
+    def _masked_positions(self) -> int:
+        return MASKED_POSITIONS if self.apply_seq_ids_mask else 0
 
     @property
     def logits(self) -> int:
@@ -143,24 +175,27 @@ class Estimate:
     def largest_batch(self, seq_len: int) -> int:
         """Returns the largest batch size that fits with sequences of `seq_len`, or 0."""
         free = HBM_PER_CORE - RESERVED_PER_CORE - self.weights
-        return max(0, free // (self.kv_cache_per_token * seq_len + self.logits // self.batch_size))
+        line = self.kv_cache_per_token * (seq_len + self._masked_positions)
+        return max(0, free // (line + self.logits // self.batch_size))
 
     def largest_seq_len(self, batch_size: int) -> int:
         """Returns the longest seq_len that fits with so many sequences, up to the model's positions, or 0."""
         free = HBM_PER_CORE - RESERVED_PER_CORE - self.weights - self.logits // self.batch_size * batch_size
-        return max(0, min(self.config.longest_sequence, free // (self.kv_cache_per_token * batch_size)))
+        positions = free // (self.kv_cache_per_token * batch_size) - self._masked_positions
+        return max(0, min(self.config.longest_sequence, positions))
 
     @property
     def decode_bytes(self) -> int:
         """Bytes that a step with full caches reads: all weights but the embedding table, of that its rows, K and V."""
-        weights = self._elements(but=("embed_tokens",)) * self._nbytes
-        return weights + self._embedding_bytes(self.batch_size) + self.kv_cache
+        weights = self._bytes(but=("embed_tokens",))
+        caches = self.kv_cache_per_token * self.seq_len * self.batch_size
+        return weights + self._embedding_bytes(self.batch_size) + caches
 
     @property
     def prefill_bytes(self) -> int:
         """Bytes that a batch of prompts reads: the weights once, the prompts' embeddings, their K and V once."""
         tokens = self.batch_size * self._prompt_length
-        weights = self._elements(but=("embed_tokens",)) * self._nbytes
+        weights = self._bytes(but=("embed_tokens",))
         return weights + self._embedding_bytes(tokens) + self.kv_cache_per_token * tokens
 
     def flops(self, tokens: int, attended: int, logits_rows: int) -> int:

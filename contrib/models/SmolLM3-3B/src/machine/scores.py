@@ -16,7 +16,7 @@ def notes_on_attention(config: CheckpointConfig, settings: Any) -> list[str]:
         return [KERNEL_REPORTS]
     estimate = Estimate(
         config.padded(settings), settings.tp_degree, settings.seq_len, settings.batch_size, settings.torch_dtype,
-        window=settings.windowed_context_encoding_size,
+        window=settings.windowed_context_encoding_size, apply_seq_ids_mask=settings.apply_seq_ids_mask,
     )  # fmt: skip
     notes = []
     for length in settings.context_lengths():

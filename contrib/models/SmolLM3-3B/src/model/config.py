@@ -6,7 +6,7 @@ then compute wrongly, is an error here that names the field, the value and what 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,11 @@ POSITIVE_INTEGERS = (
 REQUIRED = (*POSITIVE_INTEGERS, "rms_norm_eps", "hidden_act")
 HIDDEN_ACTS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")  # the ones tested
 LAYER_TYPES = ("full_attention", "sliding_attention")
+LARGEST_INTEGER = 2**31 - 1
 LARGEST = {"num_hidden_layers": 4096}  # each is built, or listed, before anything else is checked
 LARGEST_NUMBER = 1e30  # of what float32 is computed with
+# what transformers' own model ends in a traceback for, and the one value that it runs with
+UNDONE = {"partial_rotary_factor": 1, "pruned_heads": {}}
 # keys of rope_scaling beside rope_type: those that are required, those that are optional
 ROPE_SCALING_KEYS = {
     "linear": (("factor",), ()),
@@ -124,19 +127,19 @@ def read_config_file(path: Path) -> CheckpointConfig:
 def fields_for_transformers(folder: str | Path) -> dict[str, Any]:
     """Returns the fields of `folder`/config.json in the one spelling that every version of transformers reads right.
 
-    `SmolLM3Config` of 4.57 ends in a traceback for an empty rope_scaling and for layer_types that are longer than the
-    model, does not read rope_parameters, and has a default pad_token_id that a small vocabulary lacks. Raises
-    SmolLM3Error as `read_config` does.
+    They are those that the model is built from, its dtype and token ids, and no other: `SmolLM3Config` sets any field
+    of the file as an attribute, whatever it then breaks, and makes as many labels as `num_labels` says. Its version
+    4.57 ends in a traceback for an empty rope_scaling and for layer_types that are longer than the model, does not read
+    rope_parameters, and has a default pad_token_id that a small vocabulary lacks. Raises SmolLM3Error as `read_config`
+    does.
     """
     raw, config = _read(Path(folder) / "config.json")
-    raw.pop("rope_parameters", None)
     pad_token_id = raw.get("pad_token_id")
     return {
-        **raw,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": config.rope_scaling,
-        "no_rope_layers": config.no_rope_layers,
-        "layer_types": config.layer_types,
+        **asdict(config),
+        "torch_dtype": raw.get("dtype") or raw.get("torch_dtype"),
+        "bos_token_id": raw.get("bos_token_id"),
+        "eos_token_id": raw.get("eos_token_id"),
         "pad_token_id": 0 if pad_token_id is None or not 0 <= pad_token_id < config.vocab_size else pad_token_id,
     }
 
@@ -147,7 +150,7 @@ def token_ids(name: str, value: Any) -> list[int]:
     Raises SmolLM3Error for anything else, with `name`.
     """
     ids = [] if value is None else value if isinstance(value, list) else [value]
-    if not all(type(token) is int and token >= 0 for token in ids):
+    if not all(type(token) is int and 0 <= token <= LARGEST_INTEGER for token in ids):
         raise SmolLM3Error(f"{name} is {value!r}, allowed is null, a token id, or a list of them")
     return ids
 
@@ -196,7 +199,7 @@ def resolve_config(fields: Mapping[str, Any]) -> CheckpointConfig:
     for name in POSITIVE_INTEGERS:
         if type(resolved[name]) is not int or resolved[name] < 1:
             raise SmolLM3Error(f"{name} is {resolved[name]!r}, allowed is a whole number of at least 1")
-        largest = LARGEST.get(name, 2**31 - 1)
+        largest = LARGEST.get(name, LARGEST_INTEGER)
         if resolved[name] > largest:
             raise SmolLM3Error(f"{name} is {resolved[name]!r:.40}, allowed is a whole number from 1 to {largest}")
     if type(resolved["rms_norm_eps"]) not in (int, float) or not 0 < resolved["rms_norm_eps"] < 1:
@@ -209,6 +212,9 @@ def resolve_config(fields: Mapping[str, Any]) -> CheckpointConfig:
             resolved[name] = False
         if type(resolved[name]) is not bool:
             raise SmolLM3Error(f"{name} is {resolved[name]!r}, allowed is true or false")
+    for name, value in UNDONE.items():
+        if fields.get(name) is not None and fields[name] != value:
+            raise SmolLM3Error(f"{name} is {fields[name]!r}, which SmolLM3 cannot be run with; leave it out")
     resolved["head_dim"] = _head_dim(fields, resolved)
     resolved["rope_theta"], resolved["rope_scaling"] = _rope(fields)
     resolved["no_rope_layers"] = _no_rope_layers(fields, resolved["num_hidden_layers"])
@@ -287,9 +293,9 @@ def _rope(fields: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
     parameters, scaling = dict(parameters or {}), _scaling(scaling or {}, "rope_scaling")
     theta = parameters.pop("rope_theta", None)
     theta = fields.get("rope_theta") if theta is None else theta
-    if type(theta) not in (int, float) or not 0 < theta <= LARGEST_NUMBER:
+    if type(theta) not in (int, float) or not 1 < theta <= LARGEST_NUMBER:
         state = "is missing" if theta is None else f"is {theta!r:.40}"
-        raise SmolLM3Error(f"rope_theta {state}, allowed is a number above 0, up to {LARGEST_NUMBER:g}")
+        raise SmolLM3Error(f"rope_theta {state}, allowed is a number above 1, up to {LARGEST_NUMBER:g}")
     if parameters:
         new_scaling = _scaling(parameters, "rope_parameters")
         if scaling is not None:
@@ -315,6 +321,8 @@ def _scaling(scaling: Mapping[str, Any], name: str) -> dict[str, Any] | None:
     if rope_type not in ROPE_TYPES:
         raise SmolLM3Error(f"{name}.rope_type is {rope_type!r}, supported is {_one_of(ROPE_TYPES)}")
     if rope_type == "default":
+        if scaling.get("partial_rotary_factor", 1) != 1:
+            raise SmolLM3Error(f"{name}.partial_rotary_factor is {scaling['partial_rotary_factor']!r}, allowed is 1")
         return None
     required, optional = ROPE_SCALING_KEYS[rope_type]
     for key in required:
@@ -340,6 +348,9 @@ def _sliding_window(fields: Mapping[str, Any], no_rope_layers: list[int]) -> tup
     window, layer_types = fields.get("sliding_window"), fields.get("layer_types")
     if layer_types is not None and not isinstance(layer_types, (list, tuple)):
         raise SmolLM3Error(f"layer_types is {layer_types!r}, allowed is a list with a type for each layer")
+    for layer_idx, layer_type in enumerate(layer_types or ()):
+        if layer_type not in LAYER_TYPES:
+            raise SmolLM3Error(f"layer_types[{layer_idx}] is {layer_type!r}, allowed is {_one_of(LAYER_TYPES)}")
     if not fields.get("use_sliding_window") or window is None:
         if layer_types and sliding in layer_types[: len(no_rope_layers)]:
             raise SmolLM3Error(
@@ -355,9 +366,6 @@ def _sliding_window(fields: Mapping[str, Any], no_rope_layers: list[int]) -> tup
         raise SmolLM3Error(
             f"layer_types is {layer_types!r}, allowed is a list with a type for each of {len(no_rope_layers)} layers"
         )
-    for layer_idx, layer_type in enumerate(layer_types):
-        if layer_type not in LAYER_TYPES:
-            raise SmolLM3Error(f"layer_types[{layer_idx}] is {layer_type!r}, allowed is {_one_of(LAYER_TYPES)}")
     return window, list(layer_types[: len(no_rope_layers)])
 
 

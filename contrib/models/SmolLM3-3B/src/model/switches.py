@@ -53,6 +53,7 @@ REFUSED = (
     Refusal("qkv_kernel_fuse_residual_add", RESIDUAL),
     Refusal("mlp_kernel_fuse_residual_add", RESIDUAL),
     Refusal("fused_rmsnorm_skip_gamma", "the norms' weights are not folded into the projections here"),
+    Refusal("flash_decoding_enabled", "it needs cores in groups that share a KV head, which are not laid out here"),
     Refusal("layer_boundary_markers", "the model was never checked with markers between its layers"),
     Refusal("chunked_prefill_config", "this release has no chunked prefill", ("0.8", "0.9")),
     Refusal("chunked_prefill_config", "chunked prefill was never checked with this model", ("0.7",)),
@@ -132,6 +133,18 @@ def check_switches(neuron_config: Any, no_rope_layers: Sequence[int], hidden_act
             raise SmolLM3Error(f"{refusal.name} is {value!r}, but {refusal.reason}; leave it out")
 
 
+def check_sampling(neuron_config: Any, vocab_size: int) -> None:
+    """Raises SmolLM3Error where the device would look for the best of more tokens than there are."""
+    sampling = neuron_config.on_device_sampling_config
+    if not sampling or not (sampling.do_sample or sampling.dynamic):
+        return
+    if not 1 <= sampling.global_topk <= vocab_size:
+        raise SmolLM3Error(
+            f"on_device_sampling_config has a global_topk of {sampling.global_topk}, allowed is 1 to the vocabulary's "
+            f"{vocab_size} tokens: set global_topk (256 where it is not given)"
+        )
+
+
 def check_encoding(neuron_config: Any) -> None:
     """Raises SmolLM3Error for ways to encode a context that do not go together, or not with its lengths.
 
@@ -154,6 +167,11 @@ def check_encoding(neuron_config: Any) -> None:
                 f"and a batch_size of {neuron_config.batch_size}: make them equal or leave it out"
             )
         _check_divisible(neuron_config, "windowed_context_encoding_size", "it, which is", window)
+    if neuron_config.apply_seq_ids_mask and not neuron_config.is_continuous_batching:
+        raise SmolLM3Error(
+            "apply_seq_ids_mask is on without is_continuous_batching: it keeps the lines of requests that a token step "
+            "leaves out, turn both on or leave it out"
+        )
     if neuron_config.is_prefix_caching:
         _check_prefix_caching(neuron_config)
     elif getattr(neuron_config, "is_block_kv_layout", False):
@@ -185,8 +203,9 @@ def _check_prefix_caching(neuron_config: Any) -> None:
             f"is_prefix_caching with a ctx_batch_size of {neuron_config.ctx_batch_size}: it takes 1 prompt at a time, "
             "set ctx_batch_size to 1, with is_continuous_batching for more requests"
         )
-    if neuron_config.windowed_context_encoding_size:
-        raise SmolLM3Error("windowed_context_encoding_size and is_prefix_caching are both set: leave one of them out")
+    for name in ("windowed_context_encoding_size", "apply_seq_ids_mask"):
+        if getattr(neuron_config, name):
+            raise SmolLM3Error(f"{name} and is_prefix_caching are both set: leave one of them out")
     if neuron_config.context_encoding_buckets and not getattr(neuron_config, "prefix_buckets", None):
         raise SmolLM3Error(
             "context_encoding_buckets with is_prefix_caching need prefix_buckets, too: leave them out for the "

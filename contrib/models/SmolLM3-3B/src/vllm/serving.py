@@ -18,6 +18,7 @@ from ..errors import SmolLM3Error
 from ..generate.chat import VLLM_TEMPLATE
 from ..machine.runtime import device_place
 from ..model.config import REQUIRED
+from ..model.json_files import read_json
 
 FOLDER = "NEURON_COMPILED_ARTIFACTS"
 ON_DEVICE = {"dynamic": True, "deterministic": False}
@@ -91,11 +92,10 @@ def check_folder(config: Any) -> None:
         return
     if (folder / MANIFEST).is_file():
         open_artifact(folder, device_place())
-    try:
-        made_for = json.loads((folder / "neuron_config.json").read_text(encoding="utf-8"))
-        made_with = made_for["neuron_config"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise SmolLM3Error(f"{folder / 'neuron_config.json'}: damaged ({error!r}); compile again") from None
+    made_for = read_json(folder / "neuron_config.json", "compile again", any_number=True)
+    made_with = made_for.get("neuron_config") if isinstance(made_for, dict) else None
+    if not isinstance(made_with, dict):
+        raise SmolLM3Error(f"{folder / 'neuron_config.json'}: damaged, it has no neuron_config; compile again")
     asked_for = json.loads(config.to_json_string())
     is_prefix_caching = config.neuron_config.is_prefix_caching or made_with.get("is_prefix_caching")
     for field in fields(Settings):

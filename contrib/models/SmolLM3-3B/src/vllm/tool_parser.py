@@ -27,7 +27,7 @@ def read_call(text: str) -> dict[str, Any] | None:
     try:
         call = json.loads(text)
         name, arguments = call["name"], call.get("arguments", {})
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
         return None
     return {"name": name, "arguments": arguments} if isinstance(name, str) and isinstance(arguments, dict) else None
 
@@ -63,6 +63,7 @@ class SmolLM3ToolParser(ToolParser):
         self.position = 0  # in the answer; what is before it was handed on
 
     def adjust_request(self, request):
+        request = super().adjust_request(request)  # which from vLLM 0.13 on asks for a required call's schema
         if request.tools and request.tool_choice != "none":
             request.skip_special_tokens = False  # the tags must come through, whatever kind of token they are
         return request

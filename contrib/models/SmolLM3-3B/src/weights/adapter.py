@@ -14,11 +14,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ..errors import SmolLM3Error
-from ..model.config import CheckpointConfig
+from ..model.config import LARGEST_INTEGER, LARGEST_NUMBER, CheckpointConfig
 from ..model.json_files import read_json
-from .checkpoint import expected_shapes
 from .digests import sha256
 from .lazy_rows import MergedRows
+from .projections import expected_shapes
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # what these fields do is read here, shows in the tensors, or was over when training ended; any other must be unset
@@ -110,6 +110,13 @@ class Adapter:
         for name, value in peft_config.items():
             if value and name not in UNDERSTOOD:
                 raise SmolLM3Error(f"{path}: {name} is {value!r}, which cannot be merged into the weights here")
+        for name in ("rank_pattern", "alpha_pattern"):
+            if peft_config.get(name) is None:
+                peft_config.pop(name, None)
+            elif not isinstance(peft_config[name], dict):
+                raise SmolLM3Error(
+                    f"{path}: {name} is {peft_config[name]!r}, allowed is an object from patterns to numbers"
+                )
         if peft_config.get("init_lora_weights") not in INITIALIZATIONS:
             raise SmolLM3Error(
                 f"{path}: init_lora_weights is {peft_config['init_lora_weights']!r}: it was trained on changed "
@@ -123,15 +130,19 @@ class Adapter:
         module = module if module == "lm_head" else f"model.{module}"
         alpha = self._from_pattern("alpha_pattern", "lora_alpha", module)
         rank = self._from_pattern("rank_pattern", "r", module)
-        if type(alpha) not in (int, float) or type(rank) is not int or rank < 1:
-            raise SmolLM3Error(f"{path}: lora_alpha is {alpha!r} and r {rank!r} for {module}, allowed are numbers")
+        is_right = type(alpha) in (int, float) and abs(alpha) <= LARGEST_NUMBER
+        if not is_right or type(rank) is not int or not 1 <= rank <= LARGEST_INTEGER:
+            raise SmolLM3Error(
+                f"{path}: lora_alpha is {alpha!r:.40} and r {rank!r:.40} for {module}, allowed are a number up to "
+                f"{LARGEST_NUMBER:g} and a whole number of at least 1"
+            )
         for key in (roles[role] for role in ("a", "embedding_a") if role in roles):
             if self._shape(key)[0] != rank:
                 raise SmolLM3Error(f"{self.folder}: {key} has rank {self._shape(key)[0]}, {CONFIG} says {rank}")
         return alpha / (math.sqrt(rank) if self.peft_config.get("use_rslora") else rank)
 
     def _from_pattern(self, pattern_name: str, default_name: str, module: str) -> Any:
-        for pattern, value in (self.peft_config.get(pattern_name) or {}).items():
+        for pattern, value in self.peft_config.get(pattern_name, {}).items():
             try:
                 fits = re.fullmatch(rf"(.*\.)?({pattern})", module)
             except re.error as error:

@@ -7,6 +7,7 @@ beside tied embeddings, fuses QKV, expands KV heads for CONVERT_TO_MHA, and adds
 """
 
 import logging
+import os
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from ..model.heads import ShardingPlan, padded_size
 from ..model.json_files import read_json
 from .files import INDEX_FILE, PREFIX, SINGLE_FILE, is_inside
 from .padding import pad_with_zeros
-from .projections import PROJECTIONS, QKV
+from .projections import PROJECTIONS, QKV, expected_shapes
 from .quantization import least_scale, quantized_linears
 
 logger = logging.getLogger("Neuron")
@@ -47,7 +48,7 @@ def checkpoint_files(folder: str | Path) -> dict[str, Path]:
     """
     folder = Path(folder)
     index = folder / INDEX_FILE
-    if index.is_file():
+    if os.path.lexists(index):
         content = read_json(index, "download the file again")
         try:
             weight_map = content["weight_map"]
@@ -70,23 +71,6 @@ def checkpoint_files(folder: str | Path) -> dict[str, Path]:
         if missing:
             raise SmolLM3Error(f"{file}: {missing[0]} is not in it, but {INDEX_FILE} says so; download it again")
     return files
-
-
-def expected_shapes(config: CheckpointConfig) -> dict[str, tuple[int, ...]]:
-    """Maps the name (without prefix) of every tensor that the checkpoint must hold to its shape."""
-    hidden = config.hidden_size
-    shapes = {"embed_tokens.weight": (config.vocab_size, hidden), "norm.weight": (hidden,)}
-    if not config.tie_word_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, hidden)
-    for layer in (f"layers.{layer_idx}" for layer_idx in range(config.num_hidden_layers)):
-        shapes[f"{layer}.input_layernorm.weight"] = (hidden,)
-        shapes[f"{layer}.post_attention_layernorm.weight"] = (hidden,)
-        for projection in PROJECTIONS:
-            out_features = getattr(config, projection.out_features)
-            shapes[f"{layer}.{projection.name}.weight"] = (out_features, getattr(config, projection.in_features))
-            if getattr(config, projection.bias):
-                shapes[f"{layer}.{projection.name}.bias"] = (out_features,)
-    return shapes
 
 
 def check_checkpoint(folder: str | Path, config: CheckpointConfig, quantized: Collection[str] = ()) -> dict[str, Path]:

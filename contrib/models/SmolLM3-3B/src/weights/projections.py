@@ -3,6 +3,8 @@
 
 from dataclasses import dataclass
 
+from ..model.config import CheckpointConfig
+
 
 @dataclass(frozen=True)
 class Projection:
@@ -37,3 +39,20 @@ PROJECTIONS = (
     Projection("mlp.down_proj", "hidden_size", "intermediate_size", "mlp_bias", 1),
 )
 QKV = PROJECTIONS[:3]
+
+
+def expected_shapes(config: CheckpointConfig) -> dict[str, tuple[int, ...]]:
+    """Maps the name (without prefix) of every tensor that the checkpoint must hold to its shape."""
+    hidden = config.hidden_size
+    shapes = {"embed_tokens.weight": (config.vocab_size, hidden), "norm.weight": (hidden,)}
+    if not config.tie_word_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    for layer in (f"layers.{layer_idx}" for layer_idx in range(config.num_hidden_layers)):
+        shapes[f"{layer}.input_layernorm.weight"] = (hidden,)
+        shapes[f"{layer}.post_attention_layernorm.weight"] = (hidden,)
+        for projection in PROJECTIONS:
+            out_features = getattr(config, projection.out_features)
+            shapes[f"{layer}.{projection.name}.weight"] = (out_features, getattr(config, projection.in_features))
+            if getattr(config, projection.bias):
+                shapes[f"{layer}.{projection.name}.bias"] = (out_features,)
+    return shapes

@@ -18,11 +18,13 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from ..errors import SmolLM3Error
 from ..model.config import CheckpointConfig
 from ..model.dtypes import DTYPES, QUANTIZATION_DTYPES
 from .adapter import Adapter
-from .checkpoint import check_checkpoint
+from .checkpoint import COMPARED_ROWS, check_checkpoint
 from .files import PREFIX, SHARD_FILE
+from .finite import is_finite
 from .lazy_rows import QuantizedRows
 from .padding import PaddedRows
 from .projections import PROJECTIONS
@@ -46,7 +48,8 @@ def write_shards(
     Returns the files' entries in an artifact's manifest: "weights/" and the file's name, mapped to {"size", "crc32",
     "header": {"size", "sha256"}}. A CRC-32 tells any flipped byte, and takes a quarter of the copy's time where a
     SHA-256 takes three times as much. `on_bytes` is called with counts of bytes as they are written, from several
-    threads. Raises SmolLM3Error for a checkpoint that does not fit, and OSError where the disk does not take it.
+    threads. Raises SmolLM3Error for a checkpoint that does not fit and for NaN or infinity among what would be written,
+    and OSError where the disk does not take it.
     """
     source = _Source(check_checkpoint(folder, config), config, neuron_config, adapter)
     output = Path(output)
@@ -110,6 +113,8 @@ def _write_rank(
                 write(torch.tensor([rank], dtype=torch.int32).numpy())
             for part in output.parts:
                 for chunk in _chunks(source[part.source], part, dtype):
+                    if not is_finite(chunk):
+                        raise source.not_finite(part.source, dtype)
                     write(chunk.view(torch.uint8).numpy())
         size = file.tell()
     header_entry = {"size": len(header), "sha256": hashlib.sha256(header).hexdigest()}
@@ -141,6 +146,19 @@ class _Source:
                     weight, self.neuron_config.quantization_type, self.neuron_config.quantization_dtype
                 )
         return self.quantized[linear] if kind == "weight" else self.quantized[linear].scale
+
+    def not_finite(self, name: str, dtype: torch.dtype) -> SmolLM3Error:
+        """Says of a tensor that came out with NaN or infinity where they come from."""
+        linear, _, kind = name.rpartition(".")
+        name = self.names[f"{linear}.weight" if kind == "scale" else name]
+        file = self.files[name]
+        tensor = self.open[file].get_tensor(name)
+        if not all(is_finite(rows) for rows in tensor.contiguous().split(COMPARED_ROWS)):
+            return SmolLM3Error(f"{file}: {name} has NaN or infinity among its values; download it again")
+        if self.adapter is not None:
+            return SmolLM3Error(f"{self.adapter.folder}: merged into {name} it gives NaN or infinity; copy it again")
+        dtype_name = str(dtype).removeprefix("torch.")
+        return SmolLM3Error(f"{file}: {name} has values that are too large for {dtype_name}; take another --dtype")
 
     def _merged(self, name: str, dtype: torch.dtype) -> Any:
         stored_name = self.names[name]

@@ -34,12 +34,22 @@ def test_kv_cache(tp_degree, heads):
         assert estimate(1, 65536).kv_cache == 73728 * 65536
 
 
+def test_masked_lines_have_128_positions_more_that_no_step_reads():
+    masked, plain = (estimate(batch_size=4, apply_seq_ids_mask=on) for on in (True, False))
+    assert masked.kv_cache - plain.kv_cache == 4 * 128 * plain.kv_cache_per_token
+    assert masked.decode_bytes == plain.decode_bytes
+
+
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("tp_degree", [1, 2, 8])
-def test_the_largest_that_fit_do_and_the_next_do_not(tp_degree):
-    batch = estimate(tp_degree, 4096).largest_batch(4096)
-    assert estimate(tp_degree, 4096, batch_size=batch).room >= 0 > estimate(tp_degree, 4096, batch_size=batch + 1).room
-    seq_len = estimate(tp_degree, batch_size=32).largest_seq_len(32)
-    assert estimate(tp_degree, seq_len, batch_size=32).room >= 0 > estimate(tp_degree, seq_len + 1, batch_size=32).room
+def test_the_largest_that_fit_do_and_the_next_do_not(tp_degree, masked):
+    def room(seq_len, batch_size):
+        return estimate(tp_degree, seq_len, batch_size=batch_size, apply_seq_ids_mask=masked).room
+
+    batch = estimate(tp_degree, 4096, apply_seq_ids_mask=masked).largest_batch(4096)
+    assert room(4096, batch) >= 0 > room(4096, batch + 1)
+    seq_len = estimate(tp_degree, batch_size=32, apply_seq_ids_mask=masked).largest_seq_len(32)
+    assert room(seq_len, 32) >= 0 > room(seq_len + 1, 32)
 
 
 def test_operations_are_two_per_weight_and_token():

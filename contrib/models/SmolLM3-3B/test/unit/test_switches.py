@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import pytest
 
 from smollm3_neuron.errors import SmolLM3Error
-from smollm3_neuron.model.switches import REFUSED, check_encoding, check_switches
+from smollm3_neuron.model.switches import REFUSED, check_encoding, check_sampling, check_switches
 
 MIXED, ROTARY = [1, 0], [1, 1]
 
@@ -12,12 +12,42 @@ def check(layers=MIXED, release="0.8.0", hidden_act="silu", **switches):
     check_switches(SimpleNamespace(**{"padding_side": "right", **switches}), layers, hidden_act, release)
 
 
-@pytest.mark.parametrize("refusal", REFUSED, ids=lambda refusal: f"{refusal.name}-{refusal.releases[0]}")
-def test_what_is_refused(refusal):
-    for release in (*refusal.releases, "0.11", None, *(["0.10"] if "0.9" in refusal.releases else [])):
-        with pytest.raises(SmolLM3Error, match=f"^{refusal.name} is 3, but [^\n]*; leave it out$"):
-            check(release=release and f"{release}.16251", **{refusal.name: 3})
-    check(**{refusal.name: 0})
+ALL = ("0.7", "0.8", "0.9", "0.10", "0.11", None)
+NEWER = ("0.9", "0.10", "0.11", None)
+# written out here, so that a refusal that is taken out of the product's table is missed
+EXPECTED = {
+    "qkv_cte_nki_kernel_fuse_rope": ALL,
+    "attn_tkg_builtin_kernel_enabled": ALL,
+    "attn_tkg_nki_kernel_enabled": NEWER,
+    "attn_block_tkg_nki_kernel_enabled": ALL,
+    "attn_block_cte_nki_kernel_enabled": ALL,
+    "qkv_kernel_fuse_residual_add": ALL,
+    "mlp_kernel_fuse_residual_add": ALL,
+    "fused_rmsnorm_skip_gamma": ALL,
+    "flash_decoding_enabled": ALL,
+    "layer_boundary_markers": ALL,
+    "chunked_prefill_config": ALL,
+    "speculation_length": ALL,
+    "enable_fused_speculation": ALL,
+    "enable_eagle_speculation": ALL,
+    "is_eagle_draft": ALL,
+    "token_tree_config": ALL,
+    "is_medusa": ALL,
+    "medusa_speculation_length": ALL,
+    "num_medusa_heads": ALL,
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_what_is_refused(name):
+    for release in EXPECTED[name]:
+        with pytest.raises(SmolLM3Error, match=f"^{name} is 3, but [^\n]*; leave it out$"):
+            check(release=release and f"{release}.16251", **{name: 3})
+    check(**{name: 0})
+
+
+def test_every_refusal_is_expected():
+    assert {refusal.name for refusal in REFUSED} == set(EXPECTED)
 
 
 def test_a_switch_that_only_a_nope_layer_minds():
@@ -39,6 +69,21 @@ def test_kernels_that_compute_silu():
         check(hidden_act="gelu", mlp_kernel_enabled=True)
 
 
+@pytest.mark.parametrize("global_topk, wrong", [(0, True), (1, False), (253, False), (254, True)])
+def test_a_device_samples_from_tokens_that_are_there(global_topk, wrong):
+    def check_it(**kind):
+        sampling = SimpleNamespace(**{"do_sample": False, "dynamic": False, "global_topk": global_topk, **kind})
+        check_sampling(SimpleNamespace(on_device_sampling_config=sampling), 253)
+
+    check_it()  # greedy: it does not look at global_topk
+    for kind in ("do_sample", "dynamic"):
+        if wrong:
+            with pytest.raises(SmolLM3Error, match=f"global_topk of {global_topk}, allowed is 1 to .* 253 tokens"):
+                check_it(**{kind: True})
+        else:
+            check_it(**{kind: True})
+
+
 def test_left_padding():
     with pytest.raises(SmolLM3Error, match="padding_side is 'left', allowed is 'right'"):
         check(padding_side="left")
@@ -56,6 +101,8 @@ def encoding(**settings):
         context_encoding_buckets=None,
         sequence_parallel_enabled=False,
         windowed_context_encoding_size=None,
+        is_continuous_batching=False,
+        apply_seq_ids_mask=False,
         async_mode=False,
         on_device_sampling_config=None,
         is_prefix_caching=False,
@@ -71,6 +118,7 @@ SEQUENCE_PARALLEL = dict(sequence_parallel_enabled=True, tp_degree=3)
 WINDOWED = dict(windowed_context_encoding_size=64)
 PREFIX_CACHING = dict(is_prefix_caching=True, is_block_kv_layout=True)
 BUCKETING = dict(enable_bucketing=True)
+MASKED = dict(apply_seq_ids_mask=True, is_continuous_batching=True)
 
 
 @pytest.mark.parametrize(
@@ -84,6 +132,7 @@ BUCKETING = dict(enable_bucketing=True)
         dict(WINDOWED, **BUCKETING),
         dict(WINDOWED, **BUCKETING, context_encoding_buckets=[64, 192, 256]),
         dict(async_mode=True, on_device_sampling_config={"top_k": 1}),
+        MASKED,
         PREFIX_CACHING,
         dict(PREFIX_CACHING, batch_size=4, pa_num_blocks=20, **BUCKETING),
         dict(PREFIX_CACHING, **BUCKETING, context_encoding_buckets=[128, 256], prefix_buckets=[128, 256]),
@@ -118,6 +167,8 @@ def test_ways_to_encode_a_context(settings):
         ),
         (dict(windowed_context_encoding_size=1), "windowed_context_encoding_size is 1, .* at least 2"),
         (dict(async_mode=True), "async_mode is on without on_device_sampling_config"),
+        (dict(apply_seq_ids_mask=True), "apply_seq_ids_mask is on without is_continuous_batching"),
+        (dict(PREFIX_CACHING, **MASKED), "apply_seq_ids_mask and is_prefix_caching are both set"),
         (dict(is_block_kv_layout=True), "is_block_kv_layout is on and is_prefix_caching off"),
         (
             dict(PREFIX_CACHING, batch_size=2, ctx_batch_size=2),

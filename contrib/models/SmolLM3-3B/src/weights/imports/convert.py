@@ -12,7 +12,7 @@ import torch
 from ...errors import SmolLM3Error
 from ...model.config import read_config_file
 from ..checkpoint import expected_shapes
-from ..files import PREFIX, SINGLE_FILE
+from ..files import PREFIX, SINGLE_FILE, expanded
 from ..shard_writer import safetensors_header
 from . import flax
 from .flax import open_flax
@@ -42,7 +42,7 @@ def import_checkpoint(
     with the count just written and the total. Memory: two copies of the largest tensor, and at most 1 GB. Raises
     SmolLM3Error for what is not a whole SmolLM3 checkpoint, and then `folder` is as it was.
     """
-    source, folder = Path(source).expanduser(), Path(folder).expanduser().absolute()
+    source, folder = expanded(source), expanded(folder).absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise SmolLM3Error(f"{folder}: there is something already; name a folder that does not exist")
     checkpoint = _open(source)

@@ -7,7 +7,6 @@ holds the packed triple of shape, name of the dtype and bytes in C order; a larg
 is [in, out], transposed against transformers' `weight`.
 """
 
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +18,8 @@ import torch
 from ...errors import SmolLM3Error
 from ...model.config import CheckpointConfig
 from ...model.dtypes import MODEL_DTYPES
-from ..files import PREFIX
+from ...model.json_files import read_json
+from ..files import PREFIX, is_inside
 from .foreign import ForeignCheckpoint, ForeignTensor, copy_beside, parser, read_bytes
 
 SINGLE_FILE = "flax_model.msgpack"
@@ -71,10 +71,14 @@ def _files(folder: Path) -> list[Path]:
     index = folder / INDEX_FILE
     if not index.is_file():
         return [folder / SINGLE_FILE]
+    content = read_json(index, "download the file again")
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        names = sorted(set(content["weight_map"].values()))
+        outside = next((name for name in names if not is_inside(name)), None)
+    except (KeyError, TypeError, AttributeError) as error:
         raise SmolLM3Error(f"{index}: not a weight index ({error!r}); download the file again") from None
+    if outside is not None:
+        raise SmolLM3Error(f"{index}: it names {outside!r}, which is not in its folder; download the file again")
     for name in names:
         if not (folder / name).is_file():
             raise SmolLM3Error(f"{folder / name}: missing, but {INDEX_FILE} names it; download it again")

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""transformers as the reference where its whole model has no room: its own layers, one at a time, from the files.
+
+A pass takes all cases through one layer before it reads the next one, so the weights of one layer are in memory, or
+those of the head. The logits are those of the whole model, bit for bit.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, SmolLM3Config
+
+from ..model.config import fields_for_transformers, read_config
+from ..weights.checkpoint import check_checkpoint
+from ..weights.files import PREFIX
+from .altered_reference import Alteration
+
+WIDER = {torch.float32: torch.float64, torch.bfloat16: torch.float32, torch.float16: torch.float32}
+# from prompts and what each was answered so far to how the model goes on with that
+Draft = Callable[[list[list[int]], list[list[int]]], list[list[int]]]
+
+
+class _Outline(nn.Module):
+    """Stands for a layer where only what a layer is given, its mask and its positions, is asked for."""
+
+    def __init__(self, attention_type: str):
+        super().__init__()
+        self.attention_type = attention_type
+        self.given: dict[str, Any] = {}
+
+    def forward(self, hidden_states: Tensor, **given: Any) -> Tensor:
+        self.given = given
+        return hidden_states
+
+
+class StreamedModel:
+    """transformers' model of the checkpoint in `folder`, in `dtype`, of which one layer is in memory at a time.
+
+    `adapter` and `quantized` alter its weights as in `load_altered_reference`. `layers`, `norm` and `lm_head` are
+    transformers' own modules, for hooks. Raises SmolLM3Error for a checkpoint or an adapter that does not fit, and for
+    files that are damaged.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        dtype: torch.dtype,
+        adapter: str | Path | None = None,
+        quantized: Any = None,
+    ):
+        config = read_config(folder)
+        self.dtype, self.is_tied = dtype, config.tie_word_embeddings
+        self._files = {
+            name.removeprefix(PREFIX): (name, file) for name, file in check_checkpoint(folder, config).items()
+        }
+        self._alteration = Alteration(config, dtype, adapter, quantized)
+        transformers_config = SmolLM3Config.from_dict(fields_for_transformers(folder))
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(transformers_config, dtype=dtype).eval()
+        self.layers, self.norm, self.lm_head = model.model.layers, model.model.norm, model.lm_head
+        self._model = model.model
+        self._model.layers = nn.ModuleList(_Outline(layer.attention_type) for layer in self.layers)
+        self._model.norm = nn.Identity()
+        self._model.rotary_emb = type(self._model.rotary_emb)(transformers_config)
+
+    def _stored(self, name: str) -> Tensor:
+        """Returns a tensor as it is stored, mapped from its file."""
+        stored_name, file = self._files[name]
+        with safe_open(file, framework="pt") as tensors:
+            return tensors.get_tensor(stored_name)
+
+    def _weight(self, name: str) -> Tensor:
+        """Returns a weight as the whole model has it; what needs no conversion stays mapped, as transformers has it."""
+        is_shared = name == "lm_head.weight" and self.is_tied
+        stored = self._stored("embed_tokens.weight" if is_shared else name)
+        return self._alteration(name, stored.to(self.dtype, copy=is_shared and not self._alteration.is_none))
+
+    def _fill(self, module: nn.Module, prefix: str) -> None:
+        state = {name: self._weight(f"{prefix}.{name}") for name, _ in module.named_parameters()}
+        module.load_state_dict(state, assign=True)
+
+    @torch.no_grad()
+    def logits(self, inputs: Sequence[Sequence[int]], keep: Sequence[int | Tensor]) -> Iterator[Tensor]:
+        """Yields the logits [positions, vocab_size] of each of `inputs` (token ids), in order, in one pass.
+
+        `keep` has for each what transformers' logits_to_keep takes: how many of the last positions, or their indices.
+        """
+        embeddings = self._alteration.merged("embed_tokens.weight", self._stored("embed_tokens.weight"), self.dtype)
+        hidden = [embeddings[torch.tensor(ids)].to(self.dtype)[None] for ids in inputs]
+        given = []
+        for states in hidden:
+            self._model(inputs_embeds=states, use_cache=False)
+            given.append([outline.given for outline in self._model.layers])
+        for index, layer in enumerate(self.layers):
+            self._fill(layer, f"layers.{index}")
+            for case, of_layers in enumerate(given):
+                output = layer(hidden[case], **of_layers[index])
+                hidden[case] = output if torch.is_tensor(output) else output[0]
+            layer.to("meta")
+        self._fill(self.norm, "norm")
+        hidden = [self.norm(states) for states in hidden]
+        self._fill(self.lm_head, "lm_head")
+        try:
+            for states, kept in zip(hidden, keep):
+                yield self.lm_head(states[:, slice(-kept, None) if isinstance(kept, int) else kept])[0]
+        finally:
+            self.lm_head.to("meta")
+
+
+class Reference:
+    """transformers in `dtype` and in the next wider one, with the weights that `StreamedModel` gives it.
+
+    `passes` counts by dtype how often all layers were read.
+    """
+
+    def __init__(
+        self, folder: str | Path, dtype: torch.dtype, adapter: str | Path | None = None, quantized: Any = None
+    ):
+        self.dtype, self.wider = dtype, WIDER[dtype]
+        self._models = {one: StreamedModel(folder, one, adapter, quantized) for one in (dtype, self.wider)}
+        self._greedy: dict[tuple, list[int]] = {}
+        self.passes = dict.fromkeys(self._models, 0)
+
+    def logits(
+        self, dtype: torch.dtype, prompts: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]
+    ) -> Iterator[Tensor]:
+        """Yields, in `dtype`, the logits [len(tokens), vocab_size] that choose each of its tokens after each prompt."""
+        self.passes[dtype] += 1
+        inputs = [[*prompt, *forced[:-1]] for prompt, forced in zip(prompts, tokens)]
+        return self._models[dtype].logits(inputs, [len(forced) for forced in tokens])
+
+    def answers(
+        self,
+        prompts: Sequence[Sequence[int]],
+        tokens: Sequence[Sequence[int]],
+        suppress_tokens: Sequence[int] = (),
+        draft: Draft | None = None,
+        fixed: Collection[int] = (),
+    ) -> list[tuple[list[int], Tensor]]:
+        """Returns transformers' greedy tokens after each prompt, as many as `tokens` are, and the logits of them.
+
+        A pass shows how far `tokens` are greedy. Where one is not, transformers' own takes its place, what follows is
+        what `draft` says (without it, what transformers chose after the other one), and one more pass shows that.
+        The tokens of the prompts whose indices are `fixed` stay as they are.
+        """
+        keys = [(tuple(prompt), len(own), tuple(suppress_tokens)) for prompt, own in zip(prompts, tokens)]
+        guesses = [self._greedy.get(key, list(own)) for key, own in zip(keys, tokens)]
+        results: list[Any] = [None] * len(prompts)
+        left = list(range(len(prompts)))
+        while left:
+            parted, begun, rest = [], [], []
+            passed = self.logits(self.dtype, [prompts[index] for index in left], [guesses[index] for index in left])
+            for index, logits in zip(left, passed):
+                best = two_best(logits, suppress_tokens).indices[:, 0].tolist()
+                right = next((n for n, pair in enumerate(zip(best, guesses[index])) if len(set(pair)) > 1), len(best))
+                if index in fixed:
+                    results[index] = guesses[index], logits
+                elif right >= len(best) - 1:  # nothing was fed after the first other one
+                    results[index] = best, logits
+                    self._greedy[keys[index]] = best
+                else:
+                    parted.append(index)
+                    begun.append(best[: right + 1])
+                    rest.append(best[right + 1 :])
+            if parted and draft:
+                drafted = draft([[*prompts[index]] for index in parted], begun)
+                rest = [[*new, *old[len(new) :]][: len(old)] for new, old in zip(drafted, rest)]
+            for index, first, following in zip(parted, begun, rest):
+                guesses[index] = [*first, *following]
+            left = parted
+        return results
+
+
+def two_best(logits: Tensor, suppress_tokens: Sequence[int]):
+    """Returns the values and indices [positions, 2] of each position's two best logits, in float64."""
+    suppressed = torch.tensor(suppress_tokens, dtype=torch.long)
+    return logits.double().index_fill(-1, suppressed, float("-inf")).topk(2, dim=-1)
