@@ -24,6 +24,7 @@ import svg
 from engines import Engine
 
 from smollm3_neuron.artifact.build import compile_artifact
+from smollm3_neuron.artifact.compiled_graphs import note_on_products
 from smollm3_neuron.artifact.folder import Artifact, open_artifact
 from smollm3_neuron.artifact.settings import Settings
 from smollm3_neuron.errors import SmolLM3Error
@@ -316,6 +317,10 @@ def make_notes(args: argparse.Namespace, place: str, artifacts: list[Artifact], 
         "are transformers' least time over the row's own, above 1 is faster; memory is what no file backs, over what "
         "it was before loading"
     ]
+    if place == "cpu":
+        for dtype in reached:
+            note = note_on_products(dtype)
+            notes += [note] if note else []
     if place == "emulated":
         notes.append("the times are an emulation's on this CPU, of no device")
     for artifact in artifacts:

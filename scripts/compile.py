@@ -18,6 +18,7 @@ import common
 from tqdm import tqdm
 
 from smollm3_neuron.artifact.build import Callbacks, compile_artifact
+from smollm3_neuron.artifact.compiled_graphs import note_on_products
 from smollm3_neuron.artifact.settings import Settings
 from smollm3_neuron.errors import SmolLM3Error
 from smollm3_neuron.machine.locate import DEFAULT_MODEL, locate_model
@@ -303,6 +304,8 @@ def compile_and_report(args: argparse.Namespace, settings: Settings) -> None:
         print(
             f"  the exported graphs run as they are: {because}" if because else "  the graphs are compiled for this CPU"
         )
+        if note := note_on_products(settings.torch_dtype):
+            print(f"  {note}")
     for file, entry in artifact.manifest["files"].items():
         print(f"  {file:<44} {entry['size'] / 1e6:10.2f} MB")
     estimate = estimate_of(folder, artifact.settings)

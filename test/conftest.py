@@ -11,6 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # the key that signs compiled graphs is kept there: not in the configuration of whoever runs the tests
 _configuration = tempfile.TemporaryDirectory()
 os.environ["XDG_CONFIG_HOME"] = _configuration.name
+os.environ["NXD_CPU_CACHE"] = str(Path(_configuration.name, "nxd_cpu"))  # nor compiled parts in that user's cache
 
 TEST = Path(__file__).parent
 ROOT = TEST.parent

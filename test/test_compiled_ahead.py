@@ -85,11 +85,12 @@ def test_the_same_tokens_and_logits(ahead, exported, prompts):
         assert (logits - wanted).abs().max() <= 1e-5 * wanted.abs().max()
 
 
-def validate(artifact) -> dict:
+def validate(artifact, **environment: str) -> dict:
     """What scripts/validate.py finds."""
     found = artifact.path.parent / "found.json"
     command = [sys.executable, ROOT / "scripts/validate.py", artifact.path, "--device", "cpu", "--json", found]
-    done = subprocess.run([*command, "--max-new-tokens", "16"], capture_output=True, text=True)
+    command += ["--max-new-tokens", "16"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(found.read_text())
 
@@ -183,6 +184,24 @@ def test_another_cpu_is_refused_and_compiled_for(ahead, worth_it, monkeypatch, t
     assert compile_artifact(tiny_folder(), copy, SETTINGS, "cpu").exported_because == "it was compiled again"
 
 
+def test_parts_are_compiled_once(ahead, worth_it, monkeypatch, tmp_path):
+    from nxd_cpu_compiler import build
+
+    def stop(*arguments):
+        raise RuntimeError("it was compiled")
+
+    monkeypatch.setattr(build, "_compile", stop)
+    progress = []
+    callbacks = Callbacks(on_part=lambda *part: progress.append(part))
+    again = compile_artifact(tiny_folder(), tmp_path / "tiny", SETTINGS, "cpu", callbacks=callbacks)
+    assert again.exported_because is None and progress == [(0, 8), *[(1, 8)] * 8]
+    assert {file: again.manifest["files"][file] for file in again.graph_files() if file.startswith("compiled/")} == {
+        file: ahead.manifest["files"][file] for file in ahead.graph_files() if file.startswith("compiled/")
+    }
+    other = compile_artifact(tiny_folder(), tmp_path / "other", replace(SETTINGS, seq_len=96), "cpu")
+    assert other.exported_because == "it was compiled"
+
+
 class Scaled(torch.nn.Module):
     def __init__(self, factor):
         super().__init__()
@@ -246,12 +265,12 @@ def test_a_fault_of_torch_without_a_message_has_one(worth_it, monkeypatch, tmp_p
 
     from nxd_cpu_compiler import build
 
-    def fail(*arguments):
+    def fail(*arguments, **options):
         raise InductorError(AssertionError(), None)
 
     monkeypatch.setattr(build, "obstacle", lambda *arguments: None)
-    monkeypatch.setattr(build, "_compile", fail)
-    artifact = compile_artifact(tiny_folder(), tmp_path / "tiny", SETTINGS, "cpu")
+    monkeypatch.setattr(torch._inductor, "aot_compile", fail)
+    artifact = compile_artifact(tiny_folder(), tmp_path / "tiny", replace(SETTINGS, seq_len=96), "cpu")
     assert artifact.exported_because.startswith("torch could not compile them: AssertionError")
 
 

@@ -20,7 +20,7 @@ from smollm3_neuron.weights.digests import sha256
 
 SETTINGS = Settings(tp_degree=1, seq_len=16, torch_dtype="float32")
 PART = "0123456789abcdef.so"
-PLAN = {"cpu": [], "graphs": [{"steps": [{"file": PART, "inputs": [], "outputs": []}]}]}
+PLAN = {"cpu": [], "products": {}, "graphs": [{"steps": [{"file": PART, "inputs": [], "outputs": []}]}]}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -114,7 +114,7 @@ def test_a_key_that_others_may_read_signs_nothing(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("name", ["/etc/hostname", "../x.so", "x.so", f"sub/{PART}", f"{PART}\n"])
 def test_a_plan_names_parts_beside_it_only(name, copy, opened):
-    plan = {"cpu": [], "graphs": [{"steps": [{"file": name, "inputs": [], "outputs": []}]}]}
+    plan = {**PLAN, "graphs": [{"steps": [{"file": name, "inputs": [], "outputs": []}]}]}
     rewrite(copy, {"compiled/graphs.json": json.dumps(plan).encode()}, signed=True, exported_because=None)
     with pytest.raises(SmolLM3Error, match="which is no part of it: compile again"):
         open_artifact(copy, "cpu").load()

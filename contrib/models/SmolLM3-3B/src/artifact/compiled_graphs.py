@@ -44,6 +44,16 @@ def compile_graphs(graphs: Sequence[Any], folder: Path, on_part: Callable[[int, 
     return None
 
 
+def note_on_products(dtype: str) -> str | None:
+    """Returns a line where this CPU has no instructions for products of `dtype`, which it then computes otherwise."""
+    from nxd_cpu_compiler import run
+
+    computed_in = run.product_dtypes([dtype])[dtype]
+    if computed_in == dtype:
+        return None
+    return f"products of {dtype} are computed in {computed_in}: this CPU has no instructions for them"
+
+
 def load_graphs(folder: Path) -> list[Any] | None:
     """Returns the compiled graphs of an artifact's folder, or None where it has none.
 
