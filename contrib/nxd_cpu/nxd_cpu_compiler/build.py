@@ -51,6 +51,8 @@ def compile_ahead(
     Parts that this user has compiled before are taken from cache.py. RuntimeError of one line, and nothing is written,
     if torch or the C++ compiler fails.
     """
+    import torch._inductor.compile_fx  # here: every process of the compile would import it again
+
     kinds: dict[str, Part] = {}  # by file
     toolchain = cache.toolchain()
     plans = [plan(graph, kinds, toolchain) for graph in graphs]

@@ -14,50 +14,53 @@ _MEMORY = 1 << 30  # that a C++ compiler and torch's own compiler take, at most
 
 
 def side_by_side(jobs: Mapping[str, Callable[[], Any]], on_done: Callable[[str], None]) -> None:
-    """Run every job, as many at a time as there are cores and memory for. `on_done` is called with its name after each.
+    """Run every job, in as many processes as there are cores and memory for. `on_done` is called with each job's name.
 
-    RuntimeError of the same text if a job raises one, or says what else it raises; also if its process is
-    killed. The others are ended.
+    Each process has its share, so that what torch prepares for its first job is prepared once. RuntimeError of the same
+    text if a job raises one, or says what else it raises; also if a process is killed. The others are ended.
     """
-    context, waiting, running = multiprocessing.get_context("fork"), dict(jobs), {}
+    context, names, count = multiprocessing.get_context("fork"), list(jobs), _at_once()
+    running = {}
     try:
-        while waiting or running:
-            while waiting and len(running) < _at_once():
-                name = next(iter(waiting))
-                receiver, sender = context.Pipe(duplex=False)
-                process = context.Process(target=_run, args=(waiting.pop(name), sender))
-                process.start()
-                sender.close()
-                running[receiver] = name, process
+        for share in filter(None, (names[first::count] for first in range(count))):
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(target=_run, args=({name: jobs[name] for name in share}, sender))
+            process.start()
+            sender.close()
+            running[receiver] = share, process
+        while running:
             for receiver in wait(list(running)):
-                name, process = running[receiver]
-                _check(receiver, process)
-                del running[receiver]
-                on_done(name)
+                left, process = running[receiver]
+                on_done(_done(receiver))
+                del left[0]
+                if not left:
+                    process.join()
+                    del running[receiver]
     finally:
         for _, process in running.values():
             process.kill()
             process.join()
 
 
-def _run(job: Callable[[], Any], sender: Connection) -> None:
+def _run(jobs: Mapping[str, Callable[[], Any]], sender: Connection) -> None:
     torch.set_num_threads(1)  # the threads of the process that was forked are not in this one
-    try:
-        job()
-    except Exception as error:
-        sender.send(str(error) if isinstance(error, RuntimeError) else f"{type(error).__name__}: {error}")
-    else:
-        sender.send(None)
+    for name, job in jobs.items():
+        fault = None
+        try:
+            job()
+        except Exception as error:
+            fault = str(error) if isinstance(error, RuntimeError) else f"{type(error).__name__}: {error}"
+        sender.send((name, fault))
 
 
-def _check(receiver: Connection, process: Any) -> None:
+def _done(receiver: Connection) -> str:
     try:
-        fault = receiver.recv()
+        name, fault = receiver.recv()
     except EOFError:
-        fault = "a process of the compile was ended"
-    process.join()
+        name, fault = "", "a process of the compile was ended"
     if fault:
         raise RuntimeError(fault)
+    return name
 
 
 def _at_once() -> int:
