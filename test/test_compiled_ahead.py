@@ -251,13 +251,13 @@ def test_the_default_is_what_pays():
     assert f"{(LEAST_BYTES - 1) / 1e6:.1f} MB" in obstacle(1, LEAST_BYTES - 1)
 
 
-def test_a_compiler_that_cannot_be_run_is_none(monkeypatch, tmp_path):
+def test_a_compiler_that_cannot_be_run_is_none(tmp_path):
     from torch._inductor import config
 
     from nxd_cpu_compiler.build import LEAST_BYTES, obstacle
 
-    monkeypatch.setattr(config.cpp, "cxx", (None, str(tmp_path)))  # a folder: as CXX has it
-    assert "no C++ compiler was found" in obstacle(1, LEAST_BYTES)
+    with config.patch({"cpp.cxx": (None, str(tmp_path))}):  # a folder: as CXX has it
+        assert "no C++ compiler was found" in obstacle(1, LEAST_BYTES)
 
 
 def test_a_fault_of_torch_without_a_message_has_one(worth_it, monkeypatch, tmp_path):
