@@ -13,7 +13,6 @@ import tempfile
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "scripts"))
@@ -22,9 +21,9 @@ import common
 
 from smollm3_neuron.artifact.build import compile_artifact
 from smollm3_neuron.artifact.settings import Settings
+from smollm3_neuron.check.streamed_reference import StreamedModel
 from smollm3_neuron.generate.generation import generate
 from smollm3_neuron.machine.runtime import ensure_neuronx
-from smollm3_neuron.model.config import fields_for_transformers
 from smollm3_neuron.model.smollm3_3b import SMOLLM3_3B
 
 TOKENS = 78  # as many as the prompt has whose figures a Flax port of the model publishes
@@ -55,35 +54,10 @@ def model_logits(checkpoint: Path, output: Path, prompt: list[int], tp_degree: i
     return tuple(torch.stack(list(results[0].logits)).float() for results in (one_by_one, at_once))
 
 
-@torch.no_grad()
 def reference_logits(checkpoint: Path, prompt: list[int]) -> torch.Tensor:
-    """transformers' after each token of `prompt` in float32, [tokens, vocab_size], with one module in memory."""
-    from transformers import SmolLM3Config, SmolLM3ForCausalLM
-
-    config = SmolLM3Config.from_dict(fields_for_transformers(checkpoint))
-    with torch.device("meta"):
-        model = SmolLM3ForCausalLM(config).eval()
-    inner = model.model
-    inner.rotary_emb = type(inner.rotary_emb)(config)  # its frequencies are computed, not read
-    head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
-    layers = [(layer, f"model.layers.{index}") for index, layer in enumerate(inner.layers)]
-    files = {}
-    for path in checkpoint.glob("*.safetensors"):
-        opened = safe_open(path, "pt")
-        files |= dict.fromkeys(opened.keys(), opened)
-
-    def read(name: str, module: torch.nn.Module, args) -> None:
-        tensors = {key: files[f"{name}.{key}"].get_tensor(f"{name}.{key}").float() for key in module.state_dict()}
-        module.load_state_dict(tensors, assign=True)
-
-    def forget(module: torch.nn.Module, args, output) -> None:
-        module.to("meta")
-
-    named = [(inner.embed_tokens, "model.embed_tokens"), *layers, (inner.norm, "model.norm"), (model.lm_head, head)]
-    for module, name in named:
-        module.register_forward_pre_hook(functools.partial(read, name))
-        module.register_forward_hook(forget)
-    return model(torch.tensor([prompt])).logits[0]
+    """transformers' after each token of `prompt` in float32, [tokens, vocab_size]."""
+    (logits,) = StreamedModel(checkpoint, torch.float32).logits([prompt], [len(prompt)])
+    return logits
 
 
 def difference(found: torch.Tensor, expected: torch.Tensor) -> str:
