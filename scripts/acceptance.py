@@ -200,7 +200,7 @@ def report(folder: Path) -> dict:
         "environment": {name: environment[name] for name in kept if name in environment},
         "settings": validated["settings"],
         "verdict": validated["verdict"],
-        "float32": json.loads(float32.read_text()) if float32.is_file() else None,
+        "float32": results(float32) if float32.is_file() else None,
         "prompts": [
             {"verdict": case["verdict"], "token_match": case["token_match"]}
             for case in validated["cases"]

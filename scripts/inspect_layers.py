@@ -210,7 +210,7 @@ def as_dict(inspection) -> dict:
 def bisect(args: argparse.Namespace) -> None:
     if args.nxd_source:
         raise SmolLM3Error("--bisect compiles, and --nxd-source compiles nothing: leave one out")
-    artifact = open_artifact(args.artifact, choose_place(args.device))
+    artifact = open_artifact(args.artifact, choose_place(args.device), verify=args.verify)
     common.quiet()
     found = bisection.find_wrong_layer(artifact, args.model, args.device)
     if args.json:

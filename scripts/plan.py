@@ -162,7 +162,7 @@ def plot(estimates: list[Estimate], instance: str, path: Path) -> None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     for estimate in estimates:
-        contexts, most, expected = zip(*curve(estimate, instance)) if curve(estimate, instance) else ((), (), ())
+        contexts, most, expected = zip(*points) if (points := curve(estimate, instance)) else ((), (), ())
         (line,) = speed.plot(contexts, most, "--", label=f"TP {estimate.tp_degree}, at most")
         if None not in expected:
             speed.plot(contexts, expected, color=line.get_color(), label=f"TP {estimate.tp_degree}, expected")

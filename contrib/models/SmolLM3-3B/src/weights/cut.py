@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ..errors import SmolLM3Error
 from ..model.config import read_config
+from ..model.json_files import read_json
 from .checkpoint import checkpoint_files
 from .files import INDEX_FILE, PREFIX
 
@@ -23,7 +24,7 @@ def cut_checkpoint(folder: Path, num_layers: int, output: Path) -> Path:
             f"num_layers is {num_layers}, allowed is a whole number from 1 to {config.num_hidden_layers}, the layers "
             f"of {folder}"
         )
-    fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    fields = read_json(folder / "config.json")
     fields |= {
         "num_hidden_layers": num_layers,
         "no_rope_layers": config.no_rope_layers[:num_layers],
