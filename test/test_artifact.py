@@ -62,8 +62,9 @@ def test_without_a_generation_config_the_end_is_the_configs(copy):
     assert open_artifact(copy, "cpu").eos_token_ids() == [3]
 
 
-@pytest.mark.parametrize("command", ["generate", "validate", "benchmark", "inspect_layers"])
-def test_every_command_that_loads_verifies_when_asked(command, copy, monkeypatch):
+@pytest.mark.parametrize("call", ["generate", "validate", "benchmark", "inspect_layers", "inspect_layers --bisect"])
+def test_every_command_that_loads_verifies_when_asked(call, copy, monkeypatch):
+    command, *flags = call.split()
     shard = copy / "weights/tp0_sharded_checkpoint.safetensors"
     content = bytearray(shard.read_bytes())
     content[-5] ^= 1
@@ -73,7 +74,7 @@ def test_every_command_that_loads_verifies_when_asked(command, copy, monkeypatch
 
     monkeypatch.setattr(common, "quiet", lambda: None)
     prompt = ["1+1="] if command == "generate" else []
-    monkeypatch.setattr(sys, "argv", [command, str(copy), *prompt, "--verify"])
+    monkeypatch.setattr(sys, "argv", [command, str(copy), *prompt, *flags, "--verify"])
     with pytest.raises(SmolLM3Error, match="tp0_sharded_checkpoint.safetensors: damaged"):
         importlib.import_module(command).main()
     open_artifact(copy, "cpu")  # which nothing else would tell
