@@ -24,6 +24,7 @@ IN_PARTS = (
     "window-listed-tp1",
     "on-device-sampling-tp1",
     "vocab-parallel-odd-vocabulary-tp1",
+    "speculation-2-tp1",
 )
 
 
