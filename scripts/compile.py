@@ -105,6 +105,12 @@ def add_graphs(group) -> None:
         help="the library's attention kernel; on trn1 and inf2 contexts of 4096 tokens did not compile with it",
     )
     group.add_argument(
+        "--rope-precision",
+        default=Settings.rope_precision,
+        help="float32, as transformers computes cos and sin, or float64: exact at long positions, from a table "
+        "(default: %(default)s)",
+    )
+    group.add_argument(
         "--pad-intermediate",
         dest="padded_intermediate_size",
         type=int,

@@ -72,11 +72,11 @@ def judge(args: argparse.Namespace, artifact: Artifact, folder: Path, tokenizer)
     cases, left_out = make_cases(tokenizer, *texts, settings.max_context_length, settings.seq_len)
     for reason in left_out:
         print(f"left out: {reason}")
-    dtype, quantized = getattr(torch, settings.torch_dtype), settings if settings.quantized else None
+    dtype = getattr(torch, settings.torch_dtype)
     try:
         return validate(
             artifact.load(),
-            Reference(folder, dtype, artifact.adapter, quantized),
+            Reference(folder, dtype, **artifact.alterations),
             cases,
             args.max_new_tokens,
             suppress_tokens=artifact.eos_token_ids(),

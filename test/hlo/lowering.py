@@ -110,6 +110,7 @@ CELLS = [
         seq_len=4096,
         options={**PREFIX_CACHING, "pa_num_blocks": 256},
     ),
+    *[Cell(name, 2, label="rope-float64", options={"rope_precision": "float64"}) for name in ("plain", "yarn")],
     Cell("plain", 2, label="short-context", options={"max_context_length": 40}),
     Cell("odd-vocabulary", 4),
     Cell("odd-vocabulary", 2, label="sampling", options=GREEDY),

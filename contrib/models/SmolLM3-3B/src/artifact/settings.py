@@ -39,6 +39,7 @@ class Settings:
     async_mode: bool = False
     attn_kernel_enabled: bool = False  # trn1 and inf2 have none that compiles, see model/switches.py
     windowed_context_encoding_size: int | None = None
+    rope_precision: str = "float32"  # of cos and sin; "float64": a table, see model/rope.py
     padded_intermediate_size: int | None = None  # MLPs padded with zeros up to it; None: as the checkpoint has them
     apply_seq_ids_mask: bool = False  # a token step keeps the lines that it leaves out
     is_prefix_caching: bool = False  # with the block KV layout

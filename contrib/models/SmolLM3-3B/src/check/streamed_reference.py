@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, SmolLM3Config
 
 from ..model.config import fields_for_transformers, read_config
+from ..model.rope import RotaryTable
 from ..weights.checkpoint import check_checkpoint
 from ..weights.files import PREFIX
 from .altered_reference import Alteration
@@ -40,9 +41,10 @@ class _Outline(nn.Module):
 class StreamedModel:
     """transformers' model of the checkpoint in `folder`, in `dtype`, of which one layer is in memory at a time.
 
-    `adapter` and `quantized` alter its weights as in `load_altered_reference`. `layers`, `norm` and `lm_head` are
-    transformers' own modules, for hooks. Raises SmolLM3Error for a checkpoint or an adapter that does not fit, and for
-    files that are damaged.
+    `adapter` and `quantized` alter its weights as in `load_altered_reference`; with `rope_table` cos and sin are those
+    of a RotaryTable of so many positions, see model/rope.py. `layers`, `norm` and `lm_head` are transformers' own
+    modules, for hooks. Raises SmolLM3Error for a checkpoint or an adapter that does not fit, and for files that are
+    damaged.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class StreamedModel:
         dtype: torch.dtype,
         adapter: str | Path | None = None,
         quantized: Any = None,
+        rope_table: int | None = None,
     ):
         config = read_config(folder)
         self.dtype, self.is_tied = dtype, config.tie_word_embeddings
@@ -65,7 +68,9 @@ class StreamedModel:
         self._model = model.model
         self._model.layers = nn.ModuleList(_Outline(layer.attention_type) for layer in self.layers)
         self._model.norm = nn.Identity()
-        self._model.rotary_emb = type(self._model.rotary_emb)(transformers_config)
+        self._model.rotary_emb = (
+            RotaryTable(config, rope_table) if rope_table else type(self._model.rotary_emb)(transformers_config)
+        )
 
     def _stored(self, name: str) -> Tensor:
         """Returns a tensor as it is stored, mapped from its file."""
@@ -112,16 +117,14 @@ class StreamedModel:
 
 
 class Reference:
-    """transformers in `dtype` and in the next wider one, with the weights that `StreamedModel` gives it.
+    """transformers in `dtype` and in the next wider one, altered as `StreamedModel` says.
 
     `passes` counts by dtype how often all layers were read.
     """
 
-    def __init__(
-        self, folder: str | Path, dtype: torch.dtype, adapter: str | Path | None = None, quantized: Any = None
-    ):
+    def __init__(self, folder: str | Path, dtype: torch.dtype, **altered: Any):
         self.dtype, self.wider = dtype, WIDER[dtype]
-        self._models = {one: StreamedModel(folder, one, adapter, quantized) for one in (dtype, self.wider)}
+        self._models = {one: StreamedModel(folder, one, **altered) for one in (dtype, self.wider)}
         self._greedy: dict[tuple, list[int]] = {}
         self.passes = dict.fromkeys(self._models, 0)
 
