@@ -41,7 +41,7 @@ def parse_args() -> argparse.Namespace:
     add_shape(parser.add_argument_group("degree, lengths and dtype"))
     add_graphs(parser.add_argument_group("how the graphs are built"))
     add_batching(parser.add_argument_group("requests and their cache"))
-    add_quantization(parser.add_argument_group("8-bit weights, on a device only"))
+    add_quantization(parser.add_argument_group("8-bit weights"))
     add_output(parser.add_argument_group("where it runs and what is written"))
     return parser.parse_args()
 

@@ -111,14 +111,19 @@ def summary(report, artifact: Artifact, max_new_tokens: int) -> list[str]:
     errors = {name: max(max(judged.errors[name]) for judged in report.cases) for name in report.tol_map}
     error_texts = [f"top {name} {errors[name]:.1e} ({allowed:.1e})" for name, allowed in report.tol_map.items()]
     passes = ", ".join(f"{count} in {dtype}" for dtype, count in report.passes.items())
+    of_text = (
+        f"perplexity of a text {perplexity['model']:.5f}, transformers' {perplexity['transformers']:.5f}, "
+        f"in the wider dtype {perplexity['exact']:.5f}"
+    )
+    if "unquantized" in perplexity:
+        of_text += f", of the whole weights in bfloat16 {perplexity['unquantized']:.5f}"
     smallest_margin = min(min(judged.margins) for judged in prompts)
     return [
         f"verdict: {report.verdict}",
         f"largest logit errors under teacher forcing, as shares of the largest logit (allowed for "
         f"{settings.torch_dtype}): {', '.join(error_texts)}",
         f"a tie may be {report.divergence_difference_tol:.1e} apart; {count_equal(chats)} chat prompts equal; "
-        f"perplexity of a text {perplexity['model']:.5f}, transformers' {perplexity['transformers']:.5f}, "
-        f"in the wider dtype {perplexity['exact']:.5f}",
+        f"{of_text}",
         f"passes over transformers' layers: {passes}",
         f"{count_equal(prompts)} prompts equal to transformers' ({artifact.place}, tp_degree {settings.tp_degree}, "
         f"{settings.torch_dtype}, {max_new_tokens} new tokens each, EOS barred); smallest margin between the two best "

@@ -119,12 +119,16 @@ class StreamedModel:
 class Reference:
     """transformers in `dtype` and in the next wider one, altered as `StreamedModel` says.
 
-    `passes` counts by dtype how often all layers were read.
+    `passes` counts by dtype how often all layers were read. `unquantized` is None, or beside 8-bit weights the same
+    model without them, in bfloat16.
     """
 
     def __init__(self, folder: str | Path, dtype: torch.dtype, **altered: Any):
         self.dtype, self.wider = dtype, WIDER[dtype]
         self._models = {one: StreamedModel(folder, one, **altered) for one in (dtype, self.wider)}
+        self.unquantized = None
+        if altered.get("quantized"):
+            self.unquantized = StreamedModel(folder, torch.bfloat16, **{**altered, "quantized": None})
         self._greedy: dict[tuple, list[int]] = {}
         self.passes = dict.fromkeys(self._models, 0)
 

@@ -113,7 +113,8 @@ class Report:
     """The judged cases, and what they were judged by.
 
     `perplexity` has those of the "model", of "transformers" in its dtype and of the wider run ("exact") on the text,
-    and by what share they may differ ("tolerance"); it is empty where there is no text. `passes` counts by dtype how
+    and by what share they may differ ("tolerance"), of 8-bit weights that of the whole ones in bfloat16
+    ("unquantized"), too; it is empty where there is no text. `passes` counts by dtype how
     often transformers' layers were read.
     """
 
@@ -259,7 +260,15 @@ def validate(
         theirs[index] = answers[index] = None  # of a large vocabulary these are the most that is in memory
         for rows in zip(*(logits.split(ROWS) for logits in (ours, of_theirs, of_wider))):
             _measure(one, *rows, suppress_tokens)
-    return _judge(judged, tol_map, divergence_difference_tol, reference.passes)
+    report = _judge(judged, tol_map, divergence_difference_tol, reference.passes)
+    if texts and reference.unquantized:
+        inputs, kept = zip(*(([*case.prompt, *case.forced[:-1]], len(case.forced)) for case in texts))
+        logits = reference.unquantized.logits(inputs, kept)
+        losses = [
+            loss for case, rows in zip(texts, logits) for loss in _losses(rows.double(), torch.tensor(case.forced))
+        ]
+        report.perplexity["unquantized"] = math.exp(sum(losses) / len(losses))
+    return report
 
 
 def _forced(run: Callable[..., list[Generated]], prompts: list, tokens: list) -> list[Generated]:
