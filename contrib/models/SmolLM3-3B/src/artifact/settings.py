@@ -67,7 +67,10 @@ class Settings:
         ):
             least = 1 if name == "batch_size" else 2
             if not least <= value <= largest:
-                raise SmolLM3Error(f"{name} is {value}, allowed is a whole number from {least} to {largest}")
+                hint = ""
+                if name == "seq_len" and value > largest and config.rope_scaling is None:
+                    hint = f"; compile.py --context {value} stretches the model to that by YaRN"
+                raise SmolLM3Error(f"{name} is {value}, allowed is a whole number from {least} to {largest}{hint}")
         ctx_batch_size = self._checked_ctx_batch_size()
         self._check_sampling()
         check_quantization(config, self)
