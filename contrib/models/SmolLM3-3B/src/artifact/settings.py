@@ -45,6 +45,7 @@ class Settings:
     is_prefix_caching: bool = False  # with the block KV layout
     pa_block_size: int | None = None  # None: 32 with prefix caching
     pa_num_blocks: int | None = None  # None: enough for batch_size requests of seq_len
+    lora_config: dict[str, Any] | None = None  # LoRA adapters served unmerged, see serving_config of weights/adapter.py
     quantized: bool = False
     quantization_type: str = "per_tensor_symmetric"
     quantization_dtype: str = "int8"

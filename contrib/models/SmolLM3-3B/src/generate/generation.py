@@ -105,6 +105,7 @@ def generate(
     forced: Sequence[Sequence[int]] | None = None,
     keep_logits: bool = False,
     tokenizer=None,
+    adapter_ids: Sequence[int] | None = None,
 ) -> list[Generated]:
     """Returns the new tokens of each prompt (token ids), which it runs in groups of the model's batch size.
 
@@ -112,8 +113,9 @@ def generate(
     `suppress_tokens` are never chosen. `on_token(prompt index, token)` is called as tokens come. `forced` (teacher
     forcing) has, for each prompt, the tokens that are fed in the place of the model's own choices, as many of which
     come back. With `keep_logits` the results hold the logits. `tokenizer` is needed where the sampling has stop
-    strings, with which an answer ends, too. A call from another thread waits until this one has its answers: the model
-    has one KV cache.
+    strings, with which an answer ends, too. `adapter_ids` has for each prompt the place of its adapter in the model's
+    `lora_config`; without them no prompt has any. A call from another thread waits until this one has its answers: the
+    model has one KV cache.
 
     Raises SmolLM3Error for an empty prompt, one longer than max_context_length, a token that the vocabulary has not,
     and for what the model's on-device sampling cannot do; NotANumber where the model returns logits that are not
@@ -127,6 +129,7 @@ def generate(
                 f"prompt {index} has tokens from {min(prompt)} to {max(prompt)}, allowed is 0 to "
                 f"{model.config.vocab_size - 1}: is the tokenizer another model's?"
             )
+    adapter_ids = _checked_adapter_ids(getattr(neuron_config, "lora_config", None), adapter_ids, len(prompts))
     stops = sampling.stops(tokenizer)
     results = [Generated() for _ in prompts]
     with turn(model):
@@ -145,8 +148,25 @@ def generate(
                 forced=forced and forced[group],
                 keep_logits=keep_logits,
                 stops=stops,
+                adapter_ids=adapter_ids and adapter_ids[group],
             )
     return results
+
+
+def _checked_adapter_ids(lora_config: Any, adapter_ids: Sequence[int] | None, count: int) -> list[int] | None:
+    """Returns an adapter's id per prompt, or None for a model without adapters: the id after the last is none."""
+    if lora_config is None:
+        if adapter_ids is not None:
+            raise SmolLM3Error("adapter_ids are given, but the model was compiled without adapters; leave them out")
+        return None
+    none = len(lora_config.lora_ckpt_paths)
+    adapter_ids = [none] * count if adapter_ids is None else list(adapter_ids)
+    if len(adapter_ids) != count or not all(0 <= id_ < lora_config.max_loras for id_ in adapter_ids):
+        raise SmolLM3Error(
+            f"adapter_ids is {adapter_ids}, allowed is one for each of {count} prompts, from 0 to "
+            f"{lora_config.max_loras - 1}"
+        )
+    return adapter_ids
 
 
 def _generate_group(
@@ -163,6 +183,7 @@ def _generate_group(
     forced: Sequence[Sequence[int]] | None,
     keep_logits: bool,
     stops: StopStringCriteria | None,
+    adapter_ids: Sequence[int] | None,
 ) -> None:
     """Fills `results` for prompts that fit into one batch of the model; see `generate`."""
     neuron_config = model.config.neuron_config
@@ -173,6 +194,8 @@ def _generate_group(
         choose, sampling_inputs = _on_device(on_device_sampling_config, sampling, len(prompts), suppress_tokens)
     else:
         choose, sampling_inputs = _Chooser(sampling, prompts, limits, eos_token_ids, suppress_tokens), {}
+    if adapter_ids is not None:
+        sampling_inputs = {**sampling_inputs, "adapter_ids": torch.tensor(adapter_ids, dtype=torch.int32)}
     tables = BlockTables(neuron_config, prompts, limits) if neuron_config.is_prefix_caching else None
     model.reset()
     if tables:
