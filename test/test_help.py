@@ -15,7 +15,7 @@ SCRIPTS = ROOT / "scripts"
 COMMANDS = ["compile", "generate", "validate", "inspect_layers", "benchmark", "plan", "acceptance"]
 # its example needs a file: test_import_faults.py runs it; it has no flags
 WITH_A_FILE = ["import_checkpoint"]
-HELPERS = {"bisection", "common", "engines", "svg"}
+HELPERS = {"bisection", "common", "engines", "svg", "variants"}
 
 
 @cache
