@@ -9,7 +9,6 @@ written, with the reason, to a file beside it, whose name has .bad in it; the ex
 """
 
 import argparse
-import contextlib
 import sys
 import time
 from collections.abc import Iterator
@@ -23,8 +22,8 @@ from smollm3_neuron.batch.journal import Journal
 from smollm3_neuron.batch.rows import BadRow, input_files, read_rows
 from smollm3_neuron.errors import SmolLM3Error
 from smollm3_neuron.machine.preflight import choose_place
-
-NO_RAY = "Ray is not installed: pip install -e '.[ray]' (on a Neuron machine pip install 'ray[data,serve]'), or --engine local"
+from smollm3_neuron.machine.runtime import device_place
+from smollm3_neuron.vllm.ray_cluster import connect
 
 
 def parse_args() -> argparse.Namespace:
@@ -36,7 +35,7 @@ def parse_args() -> argparse.Namespace:
         "--engine",
         choices=("ray", "local"),
         default="ray",
-        help="ray: vLLM on each group of NeuronCores of a Ray cluster; local: this process alone (default: %(default)s)",
+        help="ray: vLLM on each group of NeuronCores of a Ray cluster; local: this process alone (default: ray)",
     )
     parser.add_argument("--max-new-tokens", type=int, metavar="N", help="for rows that do not say (default: 128)")
     parser.add_argument("--replicas", type=int, metavar="N", help="with ray, how many groups of cores (default: all)")
@@ -56,6 +55,8 @@ def check_args(args: argparse.Namespace) -> None:
     common.check_outputs(args.output)
     if args.max_new_tokens is not None and args.max_new_tokens < 1:
         raise SmolLM3Error(f"--max-new-tokens is {args.max_new_tokens}, allowed is a whole number of at least 1")
+    if args.device != "auto" and args.engine == "ray":
+        raise SmolLM3Error(f"--device {args.device} is for --engine local: with Ray it is a cluster's devices that run")
     if args.replicas is not None and (args.engine != "ray" or args.replicas < 1):
         raise SmolLM3Error(f"--replicas is {args.replicas}, allowed is a number of at least 1, with --engine ray")
 
@@ -123,11 +124,9 @@ def main() -> None:
     args = parse_args()
     check_args(args)
     if args.engine == "ray":
-        with contextlib.suppress(ModuleNotFoundError):
-            import ray.data  # noqa: F401
-        if "ray.data" not in sys.modules:
-            raise SmolLM3Error(NO_RAY)
-    place = choose_place(args.device)
+        connect("give --engine local")
+    # the cores are other processes', and may be other machines'
+    place = device_place() if args.engine == "ray" else choose_place(args.device)
     artifact = open_artifact(args.artifact, place, verify=args.verify)
     count = Count()
     with Journal(args.output) as journal:

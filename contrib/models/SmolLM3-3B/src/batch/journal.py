@@ -23,7 +23,7 @@ class Journal:
         self.path, self.done = path, set[str]()
         self.bad_path = path.with_name(f"{path.stem}.bad{path.suffix}")
         try:
-            self._file = open(path, "a+b")
+            self._file = open(path, "a+b")  # noqa: SIM115  # closed by __exit__
         except OSError as error:
             raise SmolLM3Error(f"{path}: cannot be written ({error.strerror}); name another file") from None
         try:
@@ -31,7 +31,7 @@ class Journal:
         except OSError:
             raise SmolLM3Error(f"{path}: another batch is writing it; wait for its end, or name another file") from None
         self._read()
-        self._bad = open(self.bad_path, "w", encoding="utf-8")  # bad rows are found again
+        self._bad = open(self.bad_path, "w", encoding="utf-8")  # noqa: SIM115  # bad rows are found again
 
     def __enter__(self) -> "Journal":
         return self

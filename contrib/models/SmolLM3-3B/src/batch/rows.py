@@ -121,7 +121,9 @@ def _parquet(file: Path) -> Iterator[tuple[Any, str | None]]:
                 for record in batch.to_pylist():
                     yield _without_null(record), None
     except (pyarrow.ArrowException, OSError) as error:
-        raise SmolLM3Error(f"{file}: no Parquet that can be read ({str(error).splitlines()[0]}); write it again") from None
+        raise SmolLM3Error(
+            f"{file}: no Parquet that can be read ({str(error).splitlines()[0]}); write it again"
+        ) from None
 
 
 def _without_null(value: Any) -> Any:
