@@ -31,7 +31,7 @@ from smollm3_neuron.model.releases import installed_release
 from smollm3_neuron.model.smollm3_3b import SMOLLM3_3B
 from smollm3_neuron.vllm.serving import serve_command, settings_of_server
 from smollm3_neuron.weights.checkpoint import DROPPED_HEAD, drops_head
-from smollm3_neuron.weights.cut import cut_checkpoint
+from smollm3_neuron.weights.derived import cut_checkpoint, factor_for, stretch_checkpoint, stretched_fields
 from smollm3_neuron.weights.quantization import MODULE_NAMES, QUANTIZATION_TYPES
 
 
@@ -41,7 +41,7 @@ def parse_args() -> argparse.Namespace:
     add_shape(parser.add_argument_group("degree, lengths and dtype"))
     add_graphs(parser.add_argument_group("how the graphs are built"))
     add_batching(parser.add_argument_group("requests and their cache"))
-    add_quantization(parser.add_argument_group("8-bit weights, on a device only"))
+    add_quantization(parser.add_argument_group("8-bit weights"))
     add_output(parser.add_argument_group("where it runs and what is written"))
     return parser.parse_args()
 
@@ -58,6 +58,15 @@ def add_checkpoint(group) -> None:
         metavar="N",
         help="only the first N layers, with the final norm and the head; writes OUTPUT-checkpoint, too (default: all)",
     )
+    group.add_argument(
+        "--context",
+        type=int,
+        metavar="N",
+        help="stretch the model's positions to N tokens by YaRN; writes OUTPUT-checkpoint, too, whose config.json and "
+        "tokenizer say so",
+    )
+    group.add_argument("--rope-scaling", metavar="yarn", help="the same by a factor: yarn, with --factor")
+    group.add_argument("--factor", type=float, metavar="F", help="of --rope-scaling, 2 for twice the positions")
 
 
 def add_shape(group) -> None:
@@ -105,11 +114,24 @@ def add_graphs(group) -> None:
         help="the library's attention kernel; on trn1 and inf2 contexts of 4096 tokens did not compile with it",
     )
     group.add_argument(
+        "--rope-precision",
+        default=Settings.rope_precision,
+        help="float32, as transformers computes cos and sin, or float64: exact at long positions, from a table "
+        "(default: %(default)s)",
+    )
+    group.add_argument(
         "--pad-intermediate",
         dest="padded_intermediate_size",
         type=int,
         metavar="N",
         help="pad the MLPs with zeros from the checkpoint's intermediate size to N, which --tp must divide",
+    )
+    group.add_argument(
+        "--speculation-length",
+        type=int,
+        metavar="K",
+        default=Settings.speculation_length,
+        help="a further graph, which verifies K tokens in one step: for generate.py --prompt-lookup (default: none)",
     )
     group.add_argument(
         "--windowed-context-encoding-size", type=int, metavar="N", help="encode contexts in windows of N tokens"
@@ -193,10 +215,26 @@ def check_args(args: argparse.Namespace) -> None:
         raise SmolLM3Error("--device hlo writes graphs and no weights: leave --merge-adapter and --weights-only out")
     if args.num_layers is not None and (args.merge_adapter or args.device == "hlo"):
         raise SmolLM3Error("--num-layers goes with neither --merge-adapter nor --device hlo: leave one out")
+    if args.context is not None and (args.rope_scaling or args.factor is not None):
+        raise SmolLM3Error("--context has its own factor: leave --rope-scaling and --factor out")
+    if args.rope_scaling not in (None, "yarn"):
+        raise SmolLM3Error(f"--rope-scaling is {args.rope_scaling!r}, allowed is 'yarn'")
+    if (args.rope_scaling is None) != (args.factor is None):
+        raise SmolLM3Error("--rope-scaling yarn and --factor F go together: give both, or --context N")
+    if args.num_layers is not None and (args.context is not None or args.factor is not None):
+        raise SmolLM3Error(
+            "--num-layers and YaRN (--context, --rope-scaling) are two steps: give --num-layers the OUTPUT-checkpoint "
+            "of the other as --model"
+        )
     if args.nxd_source and args.device != "hlo":
         raise SmolLM3Error(
             f"--nxd-source is for --device hlo, which is {args.device!r}: leave one out or change the other"
         )
+
+
+def yarn_factor(args: argparse.Namespace, folder: Path) -> float | None:
+    """By how much the positions are to be stretched, or None."""
+    return args.factor if args.context is None else factor_for(read_config(folder), args.context)
 
 
 def kv_heads(folder: Path, tp_degree: int) -> str:
@@ -220,7 +258,7 @@ def estimate_of(folder: Path, settings: Settings) -> Estimate:
     """What a core holds of the artifact, as plan.py says it."""
     config, quantized = read_config(folder).padded(settings), settings if settings.quantized else None
     sizes = settings.tp_degree, settings.seq_len, settings.batch_size, settings.torch_dtype
-    return Estimate(config, *sizes, quantized=quantized)
+    return Estimate(config, *sizes, quantized=quantized, speculation_length=settings.speculation_length)
 
 
 def say_what_may_not_work(folder: Path, settings: Settings) -> None:
@@ -243,6 +281,9 @@ def lower(args: argparse.Namespace, settings: Settings) -> None:
             (folder / "config.json").write_text(json.dumps(SMOLLM3_3B))
         else:
             folder, name, _ = locate_model(args.model, args.revision)
+        if factor := yarn_factor(args, folder):
+            fields, folder = stretched_fields(folder, factor), Path(scratch)
+            (folder / "config.json").write_text(json.dumps(fields))
         output = args.output or Path("artifacts") / f"{Path(name).name}-tp{args.tp}-hlo"
         say_what_may_not_work(folder, settings)
         print(report.text(report.lower_checkpoint(folder, output, settings, args.nxd_source)))
@@ -263,13 +304,22 @@ class Progress:
             self.bar.close()
 
 
+def beside(output: Path) -> Path:
+    """Where the checkpoint is written that an artifact is made of, if that is another than was given."""
+    return output.absolute().with_name(f"{output.name}-checkpoint")
+
+
 def compile_and_report(args: argparse.Namespace, settings: Settings) -> None:
     place = choose_place(args.device)
     folder, name, revision = locate_model(args.model, args.revision)
     output = args.output or Path("artifacts") / f"{Path(name).name}-tp{args.tp}"
     if args.num_layers is not None:
         output = args.output or output.with_name(f"{output.name}-layers{args.num_layers}")
-        folder = cut_checkpoint(folder, args.num_layers, output.absolute().with_name(f"{output.name}-checkpoint"))
+        folder = cut_checkpoint(folder, args.num_layers, beside(output))
+    elif factor := yarn_factor(args, folder):
+        output = args.output or output.with_name(f"{output.name}-yarn{factor:g}")
+        folder = stretch_checkpoint(folder, factor, beside(output))
+        print(f"YaRN, factor {factor:g}: {read_config(folder).longest_sequence} positions, {folder}")
     if place == "emulated":
         print("This is an emulated Neuron device: its graphs are HLO for XLA-CPU, and no NEFF.")
     if place != "cpu":

@@ -118,10 +118,6 @@ def _check_place(settings: Settings, place: str) -> None:
         raise SmolLM3Error(
             f"ctx_batch_size is {settings.ctx_batch_size}: is_continuous_batching on a device takes 1 prompt at a time"
         )
-    if place == "cpu" and settings.quantized:
-        raise SmolLM3Error(
-            "quantized: the CPU runtime computes with whole weights only; leave it out with --device cpu"
-        )
 
 
 def _open_adapter(merge_adapter: Path | None, config: CheckpointConfig) -> Any:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..errors import SmolLM3Error
 from ..generate.generation import Generated, generate
@@ -84,6 +85,8 @@ class Judged:
     """The model's largest error, by top-k and position."""
     noise: dict[str, list[float]] = field(default_factory=dict)
     """The same of transformers' run in the model's dtype."""
+    earlier_noise: dict[str, list[float]] = field(default_factory=dict)
+    """The same at positions of the prompt, where the reference has them."""
     divergence_difference: list[float] = field(default_factory=list)
     """By position the larger of both models' leads of their own choice over the other's; 0 where they agree."""
     losses: list[tuple[float, float, float]] = field(default_factory=list)
@@ -113,7 +116,8 @@ class Report:
     """The judged cases, and what they were judged by.
 
     `perplexity` has those of the "model", of "transformers" in its dtype and of the wider run ("exact") on the text,
-    and by what share they may differ ("tolerance"); it is empty where there is no text. `passes` counts by dtype how
+    and by what share they may differ ("tolerance"), of 8-bit weights that of the whole ones in bfloat16
+    ("unquantized"), too; it is empty where there is no text. `passes` counts by dtype how
     often transformers' layers were read.
     """
 
@@ -259,45 +263,68 @@ def validate(
         theirs[index] = answers[index] = None  # of a large vocabulary these are the most that is in memory
         for rows in zip(*(logits.split(ROWS) for logits in (ours, of_theirs, of_wider))):
             _measure(one, *rows, suppress_tokens)
-    return _judge(judged, tol_map, divergence_difference_tol, reference.passes)
+        runs = (reference.earlier.pop((dtype, tuple(one.case.prompt)), None) for dtype in reference.passes)
+        for rows in zip(*(() if logits is None else logits.double().split(ROWS) for logits in runs)):
+            _measure_earlier(one, *rows, suppress_tokens)
+    report = _judge(judged, tol_map, divergence_difference_tol, reference.passes)
+    if texts and reference.unquantized:
+        inputs, kept = zip(*(([*case.prompt, *case.forced[:-1]], len(case.forced)) for case in texts))
+        logits = reference.unquantized.logits(inputs, kept)
+        losses = [
+            loss for case, rows in zip(texts, logits) for loss in _losses(rows.double(), torch.tensor(case.forced))
+        ]
+        report.perplexity["unquantized"] = math.exp(sum(losses) / len(losses))
+    return report
 
 
 def _forced(run: Callable[..., list[Generated]], prompts: list, tokens: list) -> list[Generated]:
     return run(prompts, max(map(len, tokens)), forced=tokens) if prompts else []
 
 
-def _measure(
-    one: Judged, ours: torch.Tensor, theirs: torch.Tensor, exact: torch.Tensor, suppress_tokens: Sequence[int]
-) -> None:
+def _measure(one: Judged, ours: Tensor, theirs: Tensor, exact: Tensor, suppress_tokens: Sequence[int]) -> None:
     """Adds what does not need the tolerances, from the next positions' logits [positions, vocab_size] of each run."""
     expected = torch.tensor(one.expected[len(one.margins) :][: len(ours)])
     ours, theirs, exact = ours.double(), theirs.double(), exact.double()
     scale = exact.abs().amax(-1)
-    for errors, other in ((one.errors, ours), (one.noise, theirs)):
-        error = (other - exact).abs() / scale[:, None]
-        for name in TOP_K:
-            top = error if name == "all" else error.gather(-1, exact.topk(min(int(name), error.shape[-1])).indices)
-            errors.setdefault(name, []).extend(top.amax(-1).tolist())
+    _add_errors(one.errors, ours, exact)
+    _add_errors(one.noise, theirs, exact)
     our_best, their_best = best_of(ours, suppress_tokens), best_of(theirs, suppress_tokens)
     one.margins += (our_best.values[:, 0] - our_best.values[:, 1]).tolist()
     one.expected_margins += (their_best.values[:, 0] - their_best.values[:, 1]).tolist()
     our_choice, their_choice = our_best.indices[:, 0], their_best.indices[:, 0]
     one.chosen += our_choice.tolist()
-    # of more than two: the two best may err alike, as tokens of almost equal rows of the head do
-    error = (theirs - exact).gather(-1, best_of(exact, suppress_tokens, LEADING).indices)
-    one.lead_noise += ((error.amax(-1) - error.amin(-1)) / scale).tolist()
+    one.lead_noise += _lead_noise(theirs, exact, suppress_tokens)
     leads = _lead(ours, our_choice, their_choice), _lead(theirs, their_choice, our_choice)
     one.divergence_difference += (torch.maximum(*leads) / scale).tolist()
     if one.case.kind == "text":
         one.losses += zip(*(_losses(run, expected) for run in (ours, theirs, exact)))
 
 
-def _lead(logits: torch.Tensor, token: torch.Tensor, other_token: torch.Tensor) -> torch.Tensor:
+def _measure_earlier(one: Judged, theirs: Tensor, exact: Tensor, suppress_tokens: Sequence[int]) -> None:
+    """Adds what the reference shows at positions of the prompt, from its logits [positions, vocab_size] there."""
+    _add_errors(one.earlier_noise, theirs, exact)
+    one.lead_noise += _lead_noise(theirs, exact, suppress_tokens)
+
+
+def _add_errors(errors: dict[str, list[float]], other: Tensor, exact: Tensor) -> None:
+    error = (other - exact).abs() / exact.abs().amax(-1, keepdim=True)
+    for name in TOP_K:
+        top = error if name == "all" else error.gather(-1, exact.topk(min(int(name), error.shape[-1])).indices)
+        errors.setdefault(name, []).extend(top.amax(-1).tolist())
+
+
+def _lead_noise(theirs: Tensor, exact: Tensor, suppress_tokens: Sequence[int]) -> list[float]:
+    # of more than two: the two best may err alike, as tokens of almost equal rows of the head do
+    error = (theirs - exact).gather(-1, best_of(exact, suppress_tokens, LEADING).indices)
+    return ((error.amax(-1) - error.amin(-1)) / exact.abs().amax(-1)).tolist()
+
+
+def _lead(logits: Tensor, token: Tensor, other_token: Tensor) -> Tensor:
     """Returns by how much each position's logit of one token exceeds that of the other [positions]."""
     return (logits.gather(-1, token[:, None]) - logits.gather(-1, other_token[:, None]))[:, 0]
 
 
-def _losses(logits: torch.Tensor, tokens: torch.Tensor) -> list[float]:
+def _losses(logits: Tensor, tokens: Tensor) -> list[float]:
     return torch.nn.functional.cross_entropy(logits, tokens, reduction="none").tolist()
 
 
@@ -307,7 +334,7 @@ def _judge(
     divergence_difference_tol: float | None,
     passes: dict[torch.dtype, int],
 ) -> Report:
-    noise = {name: max(max(one.noise[name]) for one in judged) for name in TOP_K}
+    noise = {name: max(max(one.noise[name] + one.earlier_noise.get(name, [])) for one in judged) for name in TOP_K}
     if tol_map is None:
         tol_map = {name: ALLOWANCE * noise[name] for name in TOP_K}
     if divergence_difference_tol is None:

@@ -34,11 +34,16 @@ BLOCKS = {"is_prefix_caching", "pa_block_size", "pa_num_blocks"}  # flags of the
 def settings_of_server(settings: Settings, sampling_given: bool = False) -> Settings:
     """Returns `settings` completed as vllm-neuron completes its server's flags.
 
-    With `sampling_given` on_device_sampling_config stays as it is. Raises SmolLM3Error where pa_num_blocks is given.
+    With `sampling_given` on_device_sampling_config stays as it is. Raises SmolLM3Error where pa_num_blocks is given,
+    and speculation_length, whose graph a server would never run.
     """
     if settings.pa_num_blocks is not None:
         raise SmolLM3Error(
             f"pa_num_blocks is {settings.pa_num_blocks}: leave it out, vllm-neuron takes enough for full lines"
+        )
+    if settings.speculation_length:
+        raise SmolLM3Error(
+            f"speculation_length is {settings.speculation_length}: leave it out, vllm-neuron looks no candidates up"
         )
     return replace(
         settings,
