@@ -30,17 +30,19 @@ def parse_args() -> argparse.Namespace:
     parser = common.Parser(__doc__, "INPUT OUTPUT --artifact ARTIFACT")
     parser.add_argument("input", type=Path, metavar="INPUT", help="a .jsonl or .parquet file, or a folder of them")
     parser.add_argument("output", type=Path, metavar="OUTPUT", help="a .jsonl file; one that is there is gone on with")
-    parser.add_argument("--artifact", type=Path, required=True, metavar="ARTIFACT", help="the folder")
-    parser.add_argument(
+    engine = parser.add_argument_group("who answers")
+    engine.add_argument("--artifact", type=Path, required=True, metavar="ARTIFACT", help="the folder")
+    engine.add_argument(
         "--engine",
         choices=("ray", "local"),
         default="ray",
         help="ray: vLLM on each group of NeuronCores of a Ray cluster; local: this process alone (default: ray)",
     )
-    parser.add_argument("--max-new-tokens", type=int, metavar="N", help="for rows that do not say (default: 128)")
-    parser.add_argument("--replicas", type=int, metavar="N", help="with ray, how many groups of cores (default: all)")
-    common.add_device(parser)
-    common.add_verify(parser)
+    engine.add_argument("--replicas", type=int, metavar="N", help="with ray, how many groups of cores (default: all)")
+    common.add_device(engine)
+    common.add_verify(engine)
+    answers = parser.add_argument_group("the answers")
+    answers.add_argument("--max-new-tokens", type=int, metavar="N", help="for rows that do not say (default: 128)")
     return parser.parse_args()
 
 
@@ -131,7 +133,7 @@ def main() -> None:
     count = Count()
     with Journal(args.output) as journal:
         answer(args, artifact, place, journal, count)
-    print(count, file=sys.stderr)
+    print(count)
     if count.bad:
         print(f"{count.bad} bad rows, with the reasons: {journal.bad_path}", file=sys.stderr)
         sys.exit(1)

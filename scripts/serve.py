@@ -18,10 +18,11 @@ from smollm3_neuron.vllm.ray_cluster import connect, groups_of_cores
 
 def parse_args() -> argparse.Namespace:
     parser = common.Parser(__doc__)
-    parser.add_argument("--artifact", type=Path, required=True, metavar="ARTIFACT", help="of compile.py --for-vllm")
-    parser.add_argument("--replicas", type=int, metavar="N", help="groups of cores that serve (default: all there are)")
-    parser.add_argument("--host", default="127.0.0.1", help="where it listens (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=8000, metavar="P", help="default: %(default)s")
+    served = parser.add_argument_group("what is served, and where")
+    served.add_argument("--artifact", type=Path, required=True, metavar="ARTIFACT", help="of compile.py --for-vllm")
+    served.add_argument("--replicas", type=int, metavar="N", help="groups of cores that serve (default: all there are)")
+    served.add_argument("--host", default="127.0.0.1", help="where it listens (default: %(default)s)")
+    served.add_argument("--port", type=int, default=8000, metavar="P", help="default: %(default)s")
     return parser.parse_args()
 
 

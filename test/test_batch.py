@@ -71,7 +71,7 @@ def test_every_form_of_row_is_answered_as_transformers_does(artifact, tmp_path):
     ]  # fmt: skip
     done = batch(write(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl", artifact, "--max-new-tokens", 11)
     assert done.returncode == 0, done.stderr
-    assert "5 rows: 5 answered, 0 answered before, 0 bad" in done.stderr
+    assert "5 rows: 5 answered, 0 answered before, 0 bad" in done.stdout
     answers = {answer.get("custom_id") or answer["id"]: answer for answer in lines(tmp_path / "out.jsonl")}
     assert sorted(answers) == ["5", "c", "chat", "in.jsonl:1", "o"]
     prompt = TOKENIZER.apply_chat_template(QUESTION, tokenize=False, add_generation_prompt=True)
@@ -156,7 +156,7 @@ def test_a_killed_batch_goes_on_without_losing_or_doubling_a_row(artifact, tmp_p
     output.write_bytes(before[: before.rindex(b"\n") + 1] + b'{"id": "59", "te')  # as a crash leaves a line
     done = batch(given, output, artifact)
     assert done.returncode == 0, done.stderr
-    assert f"60 rows: {60 - done_before} answered, {done_before} answered before, 0 bad" in done.stderr
+    assert f"60 rows: {60 - done_before} answered, {done_before} answered before, 0 bad" in done.stdout
     answers = lines(output)
     assert [answer["id"] for answer in answers] == [row["id"] for row in rows]
     assert [answer["text"] for answer in answers] == [text(expected(row["prompt"], 5)) for row in rows]

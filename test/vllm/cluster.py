@@ -14,7 +14,7 @@ import psutil
 from serving import environment
 
 SCRIPTS = Path(sys.executable).parent
-TIMEOUT = 300  # seconds, for whatever is waited for
+TIMEOUT = 600  # seconds, for whatever is waited for
 SETTINGS = dict(tp_degree=2, batch_size=4, seq_len=128, torch_dtype="float32", on_device_sampling_config=None)
 CORES = (2, 4)  # of the nodes: one replica of TP 2 fits on the first, two on the second
 

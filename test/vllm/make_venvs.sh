@@ -22,9 +22,7 @@ make_venv() {
 vllm_0_13=(0.13.0 "llguidance>=1.3,<1.4" xgrammar==0.1.27 ijson model-hosting-container-standards)
 if [ "${1:-}" = ray ]; then
     make_venv .venv-ray "${vllm_0_13[@]}"
-    # Ray Serve LLM's own extra would bring a vLLM for CUDA; Ray 2.53 starts with neither a newer FastAPI nor protobuf 7
-    pip "ray[data,serve]==2.53.0" jsonref jsonschema typer fastapi==0.124.4 "protobuf<7" "prometheus-fastapi-instrumentator<8"
-    pip kubernetes-validate
+    pip -e ".[ray]" kubernetes-validate "prometheus-fastapi-instrumentator<8"
     exit
 fi
 make_venv .venv-vllm 0.11.0.post2 "llguidance>=0.7.11,<0.8" xgrammar==0.1.25

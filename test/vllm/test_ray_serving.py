@@ -1,6 +1,8 @@
 """deploy/ray/serve_smollm3.yaml on a Ray cluster of two nodes: transformers' answers, whatever ends meanwhile."""
 
 import asyncio
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -14,6 +16,8 @@ from places import ROOT, TINY
 from reference import reference_model
 from serving import artifact_command
 from transformers import AutoTokenizer
+
+from smollm3_neuron.errors import SmolLM3Error
 
 pytestmark = pytest.mark.ray
 VLLM = ("0.13",)
@@ -165,3 +169,27 @@ def test_it_scales_from_one_to_three_and_back(made):
     asyncio.run(asyncio.wait_for(load(), 600))
     wait_for(lambda: len(replicas()) == 1, "one replica again")
     print(f"\nscaled to {most} and back; {peak / 1e9:.2f} GB of private memory")
+
+
+def test_what_is_refused_before_anything_is_loaded(made):
+    cluster, artifact = made
+    command = [sys.executable, ROOT / "scripts" / "serve.py", "--artifact", artifact]
+    done = subprocess.run([*command, "--replicas", "9"], env=cluster.env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "9 groups of 2 neuron_cores are asked for, the Ray cluster has 3 (nodes with 2, 4 cores)" in done.stderr
+    from smollm3_neuron.vllm.ray_serving import build
+
+    for args, said in (
+        ({"artifact": str(artifact), "replicas": 2}, "args has 'replicas'"),
+        ({}, "args has no artifact"),
+    ):
+        with pytest.raises(SmolLM3Error, match=said):
+            build(args)
+
+
+def test_one_core_is_refused(release, vllm_neuron, tmp_path):
+    command = artifact_command(TINY, {**SETTINGS, "tp_degree": 1}, release, vllm_neuron, tmp_path)
+    from smollm3_neuron.vllm.ray_serving import artifact_to_serve
+
+    with pytest.raises(SmolLM3Error, match="tp_degree is 1, behind Ray Serve it is to be at least 2"):
+        artifact_to_serve(Path(command[0].partition("=")[2]))

@@ -17,7 +17,7 @@ def connect(instead: str) -> None:
     Raises SmolLM3Error where Ray is not installed; `instead` is what to do without it.
     """
     if importlib.util.find_spec("ray") is None:
-        raise SmolLM3Error(f"Ray is not installed: pip install 'ray[data,serve]==2.53.0', or {instead}")
+        raise SmolLM3Error(f"Ray is not installed: pip install -e '.[ray]' in the checkout, or {instead}")
     import ray
 
     ray.init(ignore_reinit_error=True, log_to_driver=False)
