@@ -15,6 +15,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import common
+import variants
 from tqdm import tqdm
 
 from smollm3_neuron.artifact.build import Callbacks, compile_artifact
@@ -31,7 +32,7 @@ from smollm3_neuron.model.releases import installed_release
 from smollm3_neuron.model.smollm3_3b import SMOLLM3_3B
 from smollm3_neuron.vllm.serving import serve_command, settings_of_server
 from smollm3_neuron.weights.checkpoint import DROPPED_HEAD, drops_head
-from smollm3_neuron.weights.derived import cut_checkpoint, factor_for, stretch_checkpoint, stretched_fields
+from smollm3_neuron.weights.derived import cut_checkpoint, stretch_checkpoint, stretched_fields
 from smollm3_neuron.weights.quantization import MODULE_NAMES, QUANTIZATION_TYPES
 
 
@@ -52,21 +53,7 @@ def add_checkpoint(group) -> None:
     group.add_argument(
         "--merge-adapter", type=Path, metavar="FOLDER", help="a PEFT LoRA adapter to merge into the weights"
     )
-    group.add_argument(
-        "--num-layers",
-        type=int,
-        metavar="N",
-        help="only the first N layers, with the final norm and the head; writes OUTPUT-checkpoint, too (default: all)",
-    )
-    group.add_argument(
-        "--context",
-        type=int,
-        metavar="N",
-        help="stretch the model's positions to N tokens by YaRN; writes OUTPUT-checkpoint, too, whose config.json and "
-        "tokenizer say so",
-    )
-    group.add_argument("--rope-scaling", metavar="yarn", help="the same by a factor: yarn, with --factor")
-    group.add_argument("--factor", type=float, metavar="F", help="of --rope-scaling, 2 for twice the positions")
+    variants.add_arguments(group)
 
 
 def add_shape(group) -> None:
@@ -202,7 +189,12 @@ def settings_from(args: argparse.Namespace) -> Settings:
     """The artifact's settings: the arguments of the same names, and those that are named otherwise."""
     given = getattr(args, "on_device_sampling_config", "null")
     sampling = common.json_object("--on-device-sampling-config", given, '{"dynamic": true}')
-    renamed = {"tp_degree": args.tp, "torch_dtype": args.dtype, "on_device_sampling_config": sampling}
+    renamed = {
+        "tp_degree": args.tp,
+        "lora_config": None,
+        "torch_dtype": args.dtype,
+        "on_device_sampling_config": sampling,
+    }
     same = {field.name: getattr(args, field.name) for field in fields(Settings) if field.name not in renamed}
     settings = Settings(**same, **renamed)
     if args.for_vllm:
@@ -213,28 +205,11 @@ def settings_from(args: argparse.Namespace) -> Settings:
 def check_args(args: argparse.Namespace) -> None:
     if args.device == "hlo" and (args.merge_adapter or args.weights_only):
         raise SmolLM3Error("--device hlo writes graphs and no weights: leave --merge-adapter and --weights-only out")
-    if args.num_layers is not None and (args.merge_adapter or args.device == "hlo"):
-        raise SmolLM3Error("--num-layers goes with neither --merge-adapter nor --device hlo: leave one out")
-    if args.context is not None and (args.rope_scaling or args.factor is not None):
-        raise SmolLM3Error("--context has its own factor: leave --rope-scaling and --factor out")
-    if args.rope_scaling not in (None, "yarn"):
-        raise SmolLM3Error(f"--rope-scaling is {args.rope_scaling!r}, allowed is 'yarn'")
-    if (args.rope_scaling is None) != (args.factor is None):
-        raise SmolLM3Error("--rope-scaling yarn and --factor F go together: give both, or --context N")
-    if args.num_layers is not None and (args.context is not None or args.factor is not None):
-        raise SmolLM3Error(
-            "--num-layers and YaRN (--context, --rope-scaling) are two steps: give --num-layers the OUTPUT-checkpoint "
-            "of the other as --model"
-        )
+    variants.check_args(args)
     if args.nxd_source and args.device != "hlo":
         raise SmolLM3Error(
             f"--nxd-source is for --device hlo, which is {args.device!r}: leave one out or change the other"
         )
-
-
-def yarn_factor(args: argparse.Namespace, folder: Path) -> float | None:
-    """By how much the positions are to be stretched, or None."""
-    return args.factor if args.context is None else factor_for(read_config(folder), args.context)
 
 
 def kv_heads(folder: Path, tp_degree: int) -> str:
@@ -281,7 +256,7 @@ def lower(args: argparse.Namespace, settings: Settings) -> None:
             (folder / "config.json").write_text(json.dumps(SMOLLM3_3B))
         else:
             folder, name, _ = locate_model(args.model, args.revision)
-        if factor := yarn_factor(args, folder):
+        if factor := variants.yarn_factor(args, folder):
             fields, folder = stretched_fields(folder, factor), Path(scratch)
             (folder / "config.json").write_text(json.dumps(fields))
         output = args.output or Path("artifacts") / f"{Path(name).name}-tp{args.tp}-hlo"
@@ -304,22 +279,18 @@ class Progress:
             self.bar.close()
 
 
-def beside(output: Path) -> Path:
-    """Where the checkpoint is written that an artifact is made of, if that is another than was given."""
-    return output.absolute().with_name(f"{output.name}-checkpoint")
-
-
 def compile_and_report(args: argparse.Namespace, settings: Settings) -> None:
     place = choose_place(args.device)
     folder, name, revision = locate_model(args.model, args.revision)
     output = args.output or Path("artifacts") / f"{Path(name).name}-tp{args.tp}"
     if args.num_layers is not None:
         output = args.output or output.with_name(f"{output.name}-layers{args.num_layers}")
-        folder = cut_checkpoint(folder, args.num_layers, beside(output))
-    elif factor := yarn_factor(args, folder):
+        folder = cut_checkpoint(folder, args.num_layers, variants.beside(output))
+    elif factor := variants.yarn_factor(args, folder):
         output = args.output or output.with_name(f"{output.name}-yarn{factor:g}")
-        folder = stretch_checkpoint(folder, factor, beside(output))
+        folder = stretch_checkpoint(folder, factor, variants.beside(output))
         print(f"YaRN, factor {factor:g}: {read_config(folder).longest_sequence} positions, {folder}")
+    settings = variants.with_adapters(settings, args, folder)
     if place == "emulated":
         print("This is an emulated Neuron device: its graphs are HLO for XLA-CPU, and no NEFF.")
     if place != "cpu":

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import SmolLM3Error
 from ..model.config import CheckpointConfig, fields_for_transformers, read_config
-from ..weights.digests import sampled_sha256, sha256
+from ..weights.digests import sampled_sha256, sha256, shard_entry
 from ..weights.files import INDEX_FILE
 from .compiled_graphs import check_graphs, compile_graphs, reason_to_keep_exported
 from .folder import Artifact, open_artifact
@@ -50,9 +50,9 @@ def build_config(folder: Path, settings: Settings):
     keywords = {**settings.keywords(), "torch_dtype": getattr(torch, settings.torch_dtype)}
     if settings.quantized:  # the library wants a path, and reads it only if it is to shard
         keywords["quantized_checkpoints_path"] = str(folder)
-    # the library is told to skip sharding: shard_writer.py does it
+    # the library is told to skip sharding: shard_writer.py does it, but for adapters
     neuron_config = SmolLM3InferenceConfig.get_neuron_config_cls()(
-        save_sharded_checkpoint=True, skip_sharding=True, **keywords
+        save_sharded_checkpoint=True, skip_sharding=settings.lora_config is None, **keywords
     )
     hf_config = SmolLM3Config.from_dict(fields_for_transformers(folder))
     return SmolLM3InferenceConfig(neuron_config, load_config=load_pretrained_config(hf_config=hf_config))
@@ -85,7 +85,16 @@ def compile_artifact(
     settings = settings.checked(checkpoint_config)
     _check_place(settings, place)
     adapter = _open_adapter(merge_adapter, checkpoint_config)
+    if settings.lora_config and (adapter or weights_only):
+        raise SmolLM3Error(
+            "adapters that are served unmerged are sharded with the weights by the library, as the graphs are "
+            "compiled: merge none, and do not keep the graphs"
+        )
     made_of = _made_of(folder, settings, place, name or str(folder), revision, adapter)
+    of_lora = (settings.lora_config or {}).get("lora_ckpt_paths", {})
+    made_of["model"]["lora"] = {
+        name: _open_adapter(Path(path), checkpoint_config).identity for name, path in of_lora.items()
+    }
     standing = _standing(output, place, made_of, weights_only)
     if standing and not weights_only:
         callbacks.on_step("nothing to do: the same artifact is there already")
@@ -177,6 +186,8 @@ def _write_weights(
     """Writes the ranks' shards; returns their entries for the manifest."""
     from ..weights.shard_writer import shard_bytes, write_shards
 
+    if config.neuron_config.lora_config is not None:
+        return {f"weights/{file.name}": shard_entry(file) for file in sorted((staging / "weights").iterdir())}
     callbacks.on_step("sharding the weights")
     configs = config.checkpoint_config, config.neuron_config
     total = shard_bytes(*configs)

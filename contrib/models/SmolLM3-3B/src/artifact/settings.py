@@ -46,6 +46,7 @@ class Settings:
     speculation_length: int = 0  # tokens that one graph verifies at once, see generate/speculation.py; 0: none
     pa_block_size: int | None = None  # None: 32 with prefix caching
     pa_num_blocks: int | None = None  # None: enough for batch_size requests of seq_len
+    lora_config: dict[str, Any] | None = None  # LoRA adapters served unmerged, see serving_config of weights/adapter.py
     quantized: bool = False
     quantization_type: str = "per_tensor_symmetric"
     quantization_dtype: str = "int8"
