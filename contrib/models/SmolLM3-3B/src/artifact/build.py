@@ -90,11 +90,9 @@ def compile_artifact(
             "adapters that are served unmerged are sharded with the weights by the library, as the graphs are "
             "compiled: merge none, and do not keep the graphs"
         )
-    made_of = _made_of(folder, settings, place, name or str(folder), revision, adapter)
-    of_lora = (settings.lora_config or {}).get("lora_ckpt_paths", {})
-    made_of["model"]["lora"] = {
-        name: _open_adapter(Path(path), checkpoint_config).identity for name, path in of_lora.items()
-    }
+    served = (settings.lora_config or {}).get("lora_ckpt_paths", {})
+    lora = {called: _open_adapter(Path(path), checkpoint_config).identity for called, path in served.items()}
+    made_of = _made_of(folder, settings, place, name or str(folder), revision, adapter, lora)
     standing = _standing(output, place, made_of, weights_only)
     if standing and not weights_only:
         callbacks.on_step("nothing to do: the same artifact is there already")
@@ -138,11 +136,17 @@ def _open_adapter(merge_adapter: Path | None, config: CheckpointConfig) -> Any:
 
 
 def _made_of(
-    folder: Path, settings: Settings, place: str, name: str, revision: str | None, adapter: Any
+    folder: Path,
+    settings: Settings,
+    place: str,
+    name: str,
+    revision: str | None,
+    adapter: Any,
+    lora: dict[str, dict[str, Any]],
 ) -> dict[str, Any]:
     """Returns what tells the artifact from any other, as its manifest has it."""
     model = {"name": name, "folder": str(folder), "revision": revision, **_identity(folder)}
-    model["adapter"] = adapter and adapter.identity
+    model["adapter"], model["lora"] = adapter and adapter.identity, lora
     weight_bytes = sum(file["size"] for file in model["weights"])
     return {
         "format": FORMAT,

@@ -129,12 +129,7 @@ def generate(
     """
     neuron_config = model.config.neuron_config
     check_prompts(prompts, max_new_tokens, neuron_config.max_context_length)
-    for index, prompt in enumerate(prompts):
-        if not 0 <= min(prompt) <= max(prompt) < model.config.vocab_size:
-            raise SmolLM3Error(
-                f"prompt {index} has tokens from {min(prompt)} to {max(prompt)}, allowed is 0 to "
-                f"{model.config.vocab_size - 1}: is the tokenizer another model's?"
-            )
+    _check_tokens(prompts, model.config.vocab_size)
     if prompt_lookup is not None:
         check_prompt_lookup(prompt_lookup, neuron_config.speculation_length)
     adapter_ids = _checked_adapter_ids(getattr(neuron_config, "lora_config", None), adapter_ids, len(prompts))
@@ -160,6 +155,15 @@ def generate(
                 adapter_ids=adapter_ids and adapter_ids[group],
             ).run()
     return results
+
+
+def _check_tokens(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
+    for index, prompt in enumerate(prompts):
+        if not 0 <= min(prompt) <= max(prompt) < vocab_size:
+            raise SmolLM3Error(
+                f"prompt {index} has tokens from {min(prompt)} to {max(prompt)}, allowed is 0 to {vocab_size - 1}: is "
+                "the tokenizer another model's?"
+            )
 
 
 def _checked_adapter_ids(lora_config: Any, adapter_ids: Sequence[int] | None, count: int) -> list[int] | None:
