@@ -114,6 +114,13 @@ def add_graphs(group) -> None:
         help="pad the MLPs with zeros from the checkpoint's intermediate size to N, which --tp must divide",
     )
     group.add_argument(
+        "--speculation-length",
+        type=int,
+        metavar="K",
+        default=Settings.speculation_length,
+        help="a further graph, which verifies K tokens in one step: for generate.py --prompt-lookup (default: none)",
+    )
+    group.add_argument(
         "--windowed-context-encoding-size", type=int, metavar="N", help="encode contexts in windows of N tokens"
     )
 
@@ -226,7 +233,7 @@ def estimate_of(folder: Path, settings: Settings) -> Estimate:
     """What a core holds of the artifact, as plan.py says it."""
     config, quantized = read_config(folder).padded(settings), settings if settings.quantized else None
     sizes = settings.tp_degree, settings.seq_len, settings.batch_size, settings.torch_dtype
-    return Estimate(config, *sizes, quantized=quantized)
+    return Estimate(config, *sizes, quantized=quantized, speculation_length=settings.speculation_length)
 
 
 def say_what_may_not_work(folder: Path, settings: Settings) -> None:

@@ -72,6 +72,13 @@ def add_sampling(group) -> None:
     group.add_argument(
         "--top-k", type=int, metavar="K", help="sample from the K likeliest tokens; 0: from all (default: 50)"
     )
+    group.add_argument(
+        "--prompt-lookup",
+        type=int,
+        metavar="K",
+        help="guess up to K tokens from what followed before in prompt and answer, and verify them in one step; the "
+        "answer stays the same. Needs compile.py --speculation-length above K",
+    )
     group.add_argument("--seed", type=int, default=0, help="of the sampling (default: %(default)s)")
 
 
@@ -178,6 +185,17 @@ def note_cut_answers(max_new_tokens: int, prompts: list[list[int]], seq_len: int
             )
 
 
+def note_candidates(results: list) -> None:
+    """A line that says how many candidates were right, and how many steps there were for how many tokens."""
+    accepted, offered = (sum(getattr(result, name) for result in results) for name in ("accepted", "offered"))
+    tokens = sum(len(result.tokens) for result in results)
+    share = f" ({accepted / offered:.0%})" if offered else ""
+    print(
+        f"note: {accepted} of {offered} candidates accepted{share}: {tokens - accepted} steps for {tokens} tokens",
+        file=sys.stderr,
+    )
+
+
 def main() -> None:
     args = parse_args()
     check_args(args)
@@ -186,12 +204,15 @@ def main() -> None:
     common.note_foreign_code(artifact)
     from smollm3_neuron.generate.generation import check_prompts, generate
     from smollm3_neuron.generate.sampling import Sampling
+    from smollm3_neuron.generate.speculation import check_prompt_lookup
 
     fields = sampling_parameters(args, artifact)
     try:
         sampling = Sampling.of(fields, args.seed)
     except SmolLM3Error as error:
         raise SmolLM3Error(f"{error} (arguments, and {args.artifact / 'generation_config.json'})") from None
+    if args.prompt_lookup is not None:
+        check_prompt_lookup(args.prompt_lookup, artifact.settings.speculation_length)
     if place == "cpu":
         common.quiet()
     tokenizer = artifact.tokenizer()
@@ -204,7 +225,7 @@ def main() -> None:
     adapters = adapter_ids(args.adapter, artifact.settings.lora_config, len(prompts))
     model = artifact.load()
     printer = Printer(tokenizer, [""] if args.chat and len(texts) == 1 else args.prompts)
-    generate(
+    results = generate(
         model,
         prompts,
         max_new_tokens,
@@ -213,9 +234,12 @@ def main() -> None:
         sampling=sampling,
         on_token=printer,
         tokenizer=tokenizer,
+        prompt_lookup=args.prompt_lookup,
         adapter_ids=adapters,
     )
     printer.close()
+    if args.prompt_lookup is not None:
+        note_candidates(results)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ PART = (
     "src/generate/blocks.py",
     "src/generate/generation.py",
     "src/generate/sampling.py",
+    "src/generate/speculation.py",
     "src/generate/turns.py",
     "src/check/__init__.py",
     "src/check/altered_reference.py",

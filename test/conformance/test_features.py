@@ -44,12 +44,15 @@ class Feature:
     sampling_params: list = field(default_factory=list)
     only: tuple = ()  # nothing: every place
     answer: bool = False  # by this project's generate()
+    drafts: bool = False  # with candidates that are right but for some, other ones in each row
     cached: tuple = ()  # prefix caching: how many tokens of each prompt the cache has already
 
     def job(self, checkpoints):
         neuron = {"tp_degree": 1, "batch_size": 2, "seq_len": 128, **self.neuron}
         kind = "serve" if self.serve else "share" if self.cached else "answer" if self.answer else "generate"
         more = {"sampling_params": self.sampling_params} if self.sampling_params else {}
+        if self.drafts:
+            more["drafts"] = drafts_of(self.expected(checkpoints))
         return {
             "name": self.name,
             "kind": kind,
@@ -65,6 +68,14 @@ class Feature:
         stays = self.serve.get("stays", [self.new_tokens] * len(self.prompts))
         checkpoint = checkpoints[self.checkpoint]
         return [reference_tokens(checkpoint, tuple(p), count, ()) for p, count in zip(self.prompts, stays)]
+
+
+def drafts_of(expected):
+    """What could be looked up in the place of each answer: right but for some tokens, other ones in each row."""
+    return [
+        [token if at % (3 + row) else (token + 1) % 256 for at, token in enumerate(tokens)]
+        for row, tokens in enumerate(expected)
+    ]
 
 
 # line 2 is first a long prompt's and then a short one's, line 0 is left free for a while; from one to three are there
@@ -241,6 +252,24 @@ FEATURES = [
         )
         for tp in (1, 2)
     ),
+    # several tokens verified in one step; rows accept different counts, and a prompt or its bucket is as long as a step
+    *(
+        Feature(
+            f"speculation-{length}-tp{tp}",
+            {"tp_degree": tp, "batch_size": 3, "speculation_length": length, **neuron},
+            prompts,
+            only=(CPU,),
+            answer=True,
+            drafts=True,
+        )
+        for length, tp, neuron, prompts in (
+            (2, 1, {}, REQUESTS[:3]),
+            (5, 3, {"fused_qkv": True}, REQUESTS[:3]),
+            (7, 2, {**CONTINUOUS, "ctx_batch_size": 1}, REQUESTS[:4]),
+            (8, 1, {**BUCKETS, "token_generation_buckets": [32, 128]}, REQUESTS[2:]),
+            (9, 2, {"max_context_length": 40, "on_device_sampling_config": {"top_k": 1}}, REQUESTS[:2]),
+        )
+    ),
     # from 4,096 tokens on the library would take its attention kernel
     Feature(
         "4096-tokens-tp2",
@@ -343,6 +372,9 @@ def test_tokens_equal_transformers(place, feature, on_sources, random_checkpoint
     assert "error" not in result, result["error"]
     assert result["tokens"] == feature.expected(random_checkpoints)
     assert tuple(result.get("cached", ())) == feature.cached
+    if feature.drafts:
+        accepted, offered = zip(*result["accepted"])
+        assert all(accepted) and sum(accepted) < sum(offered)
 
 
 def test_all_rope_is_a_llama(random_checkpoints):

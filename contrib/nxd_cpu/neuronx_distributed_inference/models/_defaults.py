@@ -53,6 +53,7 @@ HONOURED: dict[str, Any] = dict(
     apply_seq_ids_mask=False,
     on_device_sampling_config=None,
     padded_intermediate_size=None,
+    speculation_length=0,
 )
 
 # What it leaves out: an application refuses those that are set to something else.
@@ -68,7 +69,6 @@ UNSUPPORTED: dict[str, Any] = dict(
     is_mxfp4_compute=False,
     is_full_model_shuffled=False,
     kv_cache_quant=False,
-    speculation_length=0,
     enable_fused_speculation=False,
     enable_eagle_speculation=False,
     eagle_rolling_buffer_kernel_enabled=False,

@@ -85,8 +85,14 @@ def compile_artifact(
     settings = settings.checked(checkpoint_config)
     _check_place(settings, place)
     adapter = _open_adapter(merge_adapter, checkpoint_config)
-    _check_served(settings, merge_adapter, weights_only)
-    made_of = _made_of(folder, settings, place, name or str(folder), revision, adapter)
+    if settings.lora_config and (adapter or weights_only):
+        raise SmolLM3Error(
+            "adapters that are served unmerged are sharded with the weights by the library, as the graphs are "
+            "compiled: merge none, and do not keep the graphs"
+        )
+    served = (settings.lora_config or {}).get("lora_ckpt_paths", {})
+    lora = {called: _open_adapter(Path(path), checkpoint_config).identity for called, path in served.items()}
+    made_of = _made_of(folder, settings, place, name or str(folder), revision, adapter, lora)
     standing = _standing(output, place, made_of, weights_only)
     if standing and not weights_only:
         callbacks.on_step("nothing to do: the same artifact is there already")
@@ -121,14 +127,6 @@ def _check_place(settings: Settings, place: str) -> None:
         )
 
 
-def _check_served(settings: Settings, merge_adapter: Path | None, weights_only: bool) -> None:
-    if settings.lora_config and (merge_adapter or weights_only):
-        raise SmolLM3Error(
-            "adapters that are served unmerged are sharded with the weights by the library, as the graphs are "
-            "compiled: merge none, and do not keep the graphs"
-        )
-
-
 def _open_adapter(merge_adapter: Path | None, config: CheckpointConfig) -> Any:
     if merge_adapter is None:
         return None
@@ -138,13 +136,17 @@ def _open_adapter(merge_adapter: Path | None, config: CheckpointConfig) -> Any:
 
 
 def _made_of(
-    folder: Path, settings: Settings, place: str, name: str, revision: str | None, adapter: Any
+    folder: Path,
+    settings: Settings,
+    place: str,
+    name: str,
+    revision: str | None,
+    adapter: Any,
+    lora: dict[str, dict[str, Any]],
 ) -> dict[str, Any]:
     """Returns what tells the artifact from any other, as its manifest has it."""
     model = {"name": name, "folder": str(folder), "revision": revision, **_identity(folder)}
-    model["adapter"] = adapter and adapter.identity
-    served = (settings.lora_config or {}).get("lora_ckpt_paths", {})
-    model["lora"] = {name: _open_adapter(Path(path), read_config(folder)).identity for name, path in served.items()}
+    model["adapter"], model["lora"] = adapter and adapter.identity, lora
     weight_bytes = sum(file["size"] for file in model["weights"])
     return {
         "format": FORMAT,

@@ -43,6 +43,7 @@ class Settings:
     padded_intermediate_size: int | None = None  # MLPs padded with zeros up to it; None: as the checkpoint has them
     apply_seq_ids_mask: bool = False  # a token step keeps the lines that it leaves out
     is_prefix_caching: bool = False  # with the block KV layout
+    speculation_length: int = 0  # tokens that one graph verifies at once, see generate/speculation.py; 0: none
     pa_block_size: int | None = None  # None: 32 with prefix caching
     pa_num_blocks: int | None = None  # None: enough for batch_size requests of seq_len
     lora_config: dict[str, Any] | None = None  # LoRA adapters served unmerged, see serving_config of weights/adapter.py
