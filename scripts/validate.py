@@ -118,6 +118,7 @@ def judge(args: argparse.Namespace, artifact: Artifact, folder: Path, tokenizer)
             pad_token_id=tokenizer.pad_token_id or 0,
             tol_map=tol_map,
             divergence_difference_tol=args.divergence_difference_tol,
+            prompt_lookup=settings.speculation_length - 1 if settings.speculation_length else None,
         )
     except NotANumber as error:
         print(f"verdict: {WRONG}: {error}")

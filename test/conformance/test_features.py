@@ -25,6 +25,7 @@ IN_PARTS = (
     "on-device-sampling-tp1",
     "vocab-parallel-odd-vocabulary-tp1",
     "rope-float64-tp1",
+    "speculation-2-tp1",
 )
 
 

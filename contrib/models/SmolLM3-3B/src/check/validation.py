@@ -227,15 +227,16 @@ def validate(
     pad_token_id: int = 0,
     tol_map: dict[str, float] | None = None,
     divergence_difference_tol: float | None = None,
+    prompt_lookup: int | None = None,
 ) -> Report:
     """Judges a loaded model on `cases`. `tol_map` and `divergence_difference_tol` replace what is measured.
 
     The model is run in batches of its own size, twice where its answers part from transformers'. The token ids in
-    `suppress_tokens` are never chosen, by neither model.
+    `suppress_tokens` are never chosen, by neither model. With `prompt_lookup` the graph that verifies several tokens is
+    judged, too: it answers wherever so many candidates are found, and reads the text.
     """
-    run = functools.partial(
-        generate, model, suppress_tokens=suppress_tokens, pad_token_id=pad_token_id, keep_logits=True
-    )
+    how = {"suppress_tokens": suppress_tokens, "pad_token_id": pad_token_id, "prompt_lookup": prompt_lookup}
+    run = functools.partial(generate, model, keep_logits=True, **how)
     texts = [case for case in cases if case.forced is not None]
     questions = [case for case in cases if case.forced is None]
     answers = run([case.prompt for case in questions], max_new_tokens)
