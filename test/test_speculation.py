@@ -252,3 +252,20 @@ def test_commands(tmp_path):
     assert rows[-1]["prompts"] == "copying" and 0 <= rows[-1]["accepted"] <= 1
     done = command("benchmark", artifact, *sizes, "--prompt-lookup", 5)
     assert done.returncode == 2 and "prompt_lookup is 5" in done.stderr
+
+
+def test_the_copying_model_is_widened_without_a_change():
+    """What tools/train_copying.py writes answers as what it trained, and is large enough to be compiled ahead."""
+    from train_copying import TRAINED, batch, build_config, widened
+    from transformers import SmolLM3ForCausalLM
+
+    ensure_neuronx()
+    from nxd_cpu_compiler.build import LEAST_BYTES
+
+    torch.manual_seed(0)
+    model = SmolLM3ForCausalLM(build_config(TRAINED)).eval()
+    ids = batch()["input_ids"][:2]
+    wide = widened(model).eval()
+    with torch.inference_mode():
+        torch.testing.assert_close(wide(ids).logits, model(ids).logits, rtol=0, atol=1e-5)
+    assert sum(parameter.nbytes for parameter in wide.parameters()) > LEAST_BYTES

@@ -179,7 +179,7 @@ def write_products(module: fx.GraphModule) -> None:
     """
     widen_products(module)
     graph, call = module.graph, module.graph.call_function
-    given: dict[fx.Node, fx.Node] = {}  # x, as the products take it
+    given: dict[fx.Node, list[fx.Node]] = {}  # x, as the products take it: whole, or few rows one by one
     for node in graph.find_nodes(op="call_function", target=_aten.linear.default):
         x, weight, *bias = node.args
         result, width = node.meta["val"], x.meta["val"].shape[-1]
@@ -190,16 +190,22 @@ def write_products(module: fx.GraphModule) -> None:
             if x not in given:
                 flat = call(_aten.reshape.default, (x, [rows, width]))
                 turned = flat if rows <= FEW_ROWS else call(_aten.t.default, (flat,))
-                given[x] = call(_aten.clone.default, (turned,), {"memory_format": torch.contiguous_format})
-                if rows <= FEW_ROWS:  # stored before the loop, which would compute it again for every row of the weight
-                    given[x] = call(_aten.as_strided.default, (given[x], [1, rows, width], [0, width, 1]))
-            if rows <= FEW_ROWS:
-                each = call(_aten.unsqueeze.default, (weight, 1))
-                wide = tuple(call(_aten.to.dtype, (tensor, torch.float32)) for tensor in (given[x], each))
-                total = call(_aten.sum.dim_IntList, (call(_aten.mul.Tensor, wide), [-1]))
+                stored = call(_aten.clone.default, (turned,), {"memory_format": torch.contiguous_format})
+                given[x] = [stored]
+                if rows <= FEW_ROWS:  # stored before the loop, which would compute them for every row of the weight
+                    given[x] = [
+                        call(_aten.as_strided.default, (stored, [width], [1], row * width)) for row in range(rows)
+                    ]
+            if rows <= FEW_ROWS:  # a sum for each, which one loop over the weight adds up side by side
+                wide = call(_aten.to.dtype, (weight, torch.float32))
+                products = [
+                    call(_aten.mul.Tensor, (call(_aten.to.dtype, (row, torch.float32)), wide)) for row in given[x]
+                ]
+                total = call(
+                    _aten.stack.default, ([call(_aten.sum.dim_IntList, (product, [-1])) for product in products],)
+                )
             else:
-                total = call(_aten.mm.default, (weight, given[x]))
-            total = call(_aten.t.default, (total,))
+                total = call(_aten.t.default, (call(_aten.mm.default, (weight, given[x][0])),))
             for added in bias:
                 total = call(_aten.add.Tensor, (total, added))
             total = call(_aten.to.dtype, (call(_aten.reshape.default, (total, list(result.shape))), result.dtype))
