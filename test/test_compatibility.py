@@ -163,17 +163,19 @@ def test_a_cell_is_proven_by_what_passed_in_its_place(said, wrong, said_behind):
 def test_reports_are_summed_by_function_place_and_cell(tmp_path):
     (tmp_path / "report.xml").write_text(
         """<testsuites><testsuite>
-        <testcase file="test/a.py" name="test_x[0.8.0-plain-tp1]" time="1"/>
-        <testcase file="test/a.py" name="test_x[0.8.0-plain-tp2]"><failure/></testcase>
-        <testcase file="test/a.py" name="test_x[nxd_cpu-in-parts-plain-tp1]"/>
+        <testcase file="test/test_features.py" name="test_x[0.8.0-plain-tp1]" time="1"/>
+        <testcase file="test/test_features.py" name="test_x[0.8.0-plain-tp2]"><failure/></testcase>
+        <testcase file="test/test_features.py" name="test_x[nxd_cpu-in-parts-plain-tp1]"/>
+        <testcase file="test/a.py" name="test_y[0.8.0-plain-tp1]"/>
         <testcase file="test/a.py" name="test_y[other-0.8.0]"/>
         <testcase file="test/a.py" name="test_y[other-0.8.0]"><error/></testcase>
         <testcase file="test/a.py" name="test_z"><skipped/></testcase></testsuite></testsuites>"""
     )
     assert summed(outcomes(tmp_path / "report.xml")) == {
-        "counts": {"passed": 2, "failed": 2, "skipped": 1},
+        "counts": {"passed": 3, "failed": 2, "skipped": 1},
         "tests": {
-            "test/a.py": {"test_x[0.8.0]": [1, 1], "test_x[nxd_cpu-in-parts]": [1, 0], "test_y": [0, 1]},
+            "test/a.py": {"test_y": [0, 1], "test_y[0.8.0]": [1, 0]},
+            "test/test_features.py": {"test_x[0.8.0]": [1, 1], "test_x[nxd_cpu-in-parts]": [1, 0]},
         },
         "cells": {"0.8.0": {"plain-tp1": [1, 0], "plain-tp2": [0, 1]}, "nxd_cpu-in-parts": {"plain-tp1": [1, 0]}},
     }

@@ -19,7 +19,7 @@ import xml.etree.ElementTree as ElementTree
 from dataclasses import dataclass
 from pathlib import Path
 
-from evidence_page import PAGE, RAN_IN, RECORD, ROOT, claims, digest, page, recorded, unproven
+from evidence_page import CELL_FILES, PAGE, RAN_IN, RECORD, ROOT, claims, digest, page, recorded, unproven
 
 sys.path.append(str(ROOT / "contrib"))
 
@@ -175,7 +175,7 @@ def summed(results: list[tuple[str, str, str]]) -> dict:
         place, cell = found.groups() if (found := RAN_IN.fullmatch(parameters)) else ("", None)
         key = f"{function}[{place}]" if place else function
         rows = [tests.setdefault(file, {}).setdefault(key, [0, 0])]
-        if cell:
+        if cell and Path(file).name in CELL_FILES:
             rows.append(cells.setdefault(place, {}).setdefault(cell, [0, 0]))
         for row in rows:
             row[outcome == "failed"] += 1

@@ -26,6 +26,8 @@ SUFFIXES = {".py", ".sh", ".json", ".jinja", ".cpp", ".toml", ".npz", ".safetens
 SOURCES = {"release", "nxd_releases", "place", "pair"}
 # a test's id may begin with where it ran, the name of a feature or cell behind it; nxd_cpu has two forms beside itself
 RAN_IN = re.compile(r"(nxd_cpu-in-parts|nxd_cpu-compiled-ahead|nxd_cpu|\d+\.\d+\.\d+)(?:-(.+))?")
+# where such a name is a feature or a cell
+CELL_FILES = ("test_features.py", "test_real_library.py", "test_hlo.py", "test_emulator.py")
 OWN_TIERS = ("test/hlo/", "test/emulator/", "test/vllm/")
 
 
