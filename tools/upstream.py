@@ -36,6 +36,7 @@ PART = (
     "src/generate/turns.py",
     "src/check/__init__.py",
     "src/check/altered_reference.py",
+    "src/check/drift.py",
     "src/check/reference.py",
     "src/check/streamed_reference.py",
     "src/check/validation.py",

@@ -5,9 +5,10 @@ Every prompt is answered greedily and then, under teacher forcing, its logits ar
 next wider dtype. What the dtype explains is measured, not chosen: transformers' own run in the model's dtype, on the
 same tokens, is off from that wider run by some error, and a right model by at most ALLOWANCE times as much. As in NxD
 Inference's logit validation the tolerances go by top-k (`tol_map`), and two answers may part where both models see a
-tie (`divergence_difference_tol`).
+tie (`divergence_difference_tol`). In 16 bits the mean of the errors is judged, too (drift.py).
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ import torch
 from ..errors import SmolLM3Error
 from ..generate.generation import Generated, generate
 from ..model.json_files import read_json
+from .drift import DTYPES, Drift, drift_of, log_ratios
 from .reference import PUBLISHED_PROMPTS, token_match
 from .streamed_reference import Reference, best_of
 
@@ -86,6 +88,8 @@ class Judged:
     """The same of transformers' run in the model's dtype."""
     divergence_difference: list[float] = field(default_factory=list)
     """By position the larger of both models' leads of their own choice over the other's; 0 where they agree."""
+    log_ratios: list[float] = field(default_factory=list)
+    """Of the model's error to that of transformers' run in the model's dtype, by position."""
     losses: list[tuple[float, float, float]] = field(default_factory=list)
     """Of a text, the cross entropy by position: the model's, transformers' and the wider run's."""
     verdict: str = ""
@@ -114,7 +118,8 @@ class Report:
 
     `perplexity` has those of the "model", of "transformers" in its dtype and of the wider run ("exact") on the text,
     and by what share they may differ ("tolerance"); it is empty where there is no text. `passes` counts by dtype how
-    often transformers' layers were read.
+    often transformers' layers were read. `drift` is None where the mean error is not judged: in float32, for few cases,
+    and where `tol_map` was given.
     """
 
     cases: list[Judged]
@@ -122,6 +127,7 @@ class Report:
     divergence_difference_tol: float
     perplexity: dict[str, float]
     passes: dict[str, int]
+    drift: Drift | None = None
 
     def cases_of(self, *kinds: str) -> list[Judged]:
         """Returns the cases whose kind is one of `kinds`."""
@@ -129,8 +135,10 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """The worst verdict of any case."""
+        """The worst verdict of any case, or wrong where all of them together err too much."""
         verdicts = {judged.verdict for judged in self.cases}
+        if self.drift and self.drift.is_wrong:
+            return WRONG
         return next(verdict for verdict in (WRONG, NEAR_TIE, IDENTICAL) if verdict in verdicts)
 
     def as_dict(self) -> dict[str, Any]:
@@ -159,6 +167,7 @@ class Report:
             "divergence_difference_tol": self.divergence_difference_tol,
             "perplexity": self.perplexity,
             "passes": self.passes,
+            "drift": dataclasses.asdict(self.drift) if self.drift else None,
             "cases": cases,
         }
 
@@ -259,7 +268,8 @@ def validate(
         theirs[index] = answers[index] = None  # of a large vocabulary these are the most that is in memory
         for rows in zip(*(logits.split(ROWS) for logits in (ours, of_theirs, of_wider))):
             _measure(one, *rows, suppress_tokens)
-    return _judge(judged, tol_map, divergence_difference_tol, reference.passes)
+    drift = drift_of([one.log_ratios for one in judged]) if reference.dtype in DTYPES and tol_map is None else None
+    return _judge(judged, tol_map, divergence_difference_tol, reference.passes, drift)
 
 
 def _forced(run: Callable[..., list[Generated]], prompts: list, tokens: list) -> list[Generated]:
@@ -278,6 +288,7 @@ def _measure(
         for name in TOP_K:
             top = error if name == "all" else error.gather(-1, exact.topk(min(int(name), error.shape[-1])).indices)
             errors.setdefault(name, []).extend(top.amax(-1).tolist())
+    one.log_ratios += log_ratios(ours - exact, theirs - exact)
     our_best, their_best = best_of(ours, suppress_tokens), best_of(theirs, suppress_tokens)
     one.margins += (our_best.values[:, 0] - our_best.values[:, 1]).tolist()
     one.expected_margins += (their_best.values[:, 0] - their_best.values[:, 1]).tolist()
@@ -306,6 +317,7 @@ def _judge(
     tol_map: dict[str, float] | None,
     divergence_difference_tol: float | None,
     passes: dict[torch.dtype, int],
+    drift: Drift | None,
 ) -> Report:
     noise = {name: max(max(one.noise[name]) for one in judged) for name in TOP_K}
     if tol_map is None:
@@ -330,7 +342,7 @@ def _judge(
                 f"{one.expected_margins[position]:.3g}"
             )
     passes = {str(dtype).removeprefix("torch."): count for dtype, count in passes.items()}
-    return Report(judged, tol_map, divergence_difference_tol, perplexity, passes)
+    return Report(judged, tol_map, divergence_difference_tol, perplexity, passes, drift)
 
 
 def _fault(judged: Judged, tol_map: dict[str, float], divergence_difference_tol: float) -> str:
