@@ -313,6 +313,7 @@ def stale(artifact, tmp_path_factory):
 def test_validate_says_right_and_writes_it_down(artifact, tmp_path):
     page, found = tmp_path / "page.html", tmp_path / "found.json"
     done = run("validate", artifact, "--max-new-tokens", 3, "--json", found, "--html", page)
+    assert "\nfinds 46 of 46 seeded faults in float32\n" in done.stdout
     assert done.returncode == 0 and "verdict: identical" in done.stdout, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1].startswith(
         "57 of 57 prompts equal to transformers' (cpu, tp_degree 2, float32, 3 new tokens"
