@@ -106,22 +106,22 @@ def skipped(tree: ast.AST) -> set[int]:
     return found
 
 
+def functions(tree: ast.Module) -> list[tuple[str, ast.FunctionDef]]:
+    """The functions of a module and the methods of its classes, by name; not those inside of them."""
+    found = [(node.name, node) for node in tree.body if isinstance(node, FUNCTIONS)]
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    return found + [
+        (f"{one.name}.{node.name}", node) for one in classes for node in one.body if isinstance(node, FUNCTIONS)
+    ]
+
+
 def places(tree: ast.Module) -> Iterator[tuple[int, ast.AST, str]]:
-    """(number, node, outermost function) of all nodes that may be changed."""
-    left_out, functions = skipped(tree), {}
-    for node in ast.walk(tree):
-        if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
-            for inner in ast.walk(node):
-                if isinstance(node, FUNCTIONS):
-                    functions.setdefault(id(inner), node)
-    named = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef):
-            named.update({id(one): f"{node.name}.{one.name}" for one in node.body if isinstance(one, FUNCTIONS)})
+    """(number, node, function that it is in) of all nodes that may be changed."""
+    left_out = skipped(tree)
+    inside = {id(node): name for name, function in functions(tree) for node in ast.walk(function)}
     for number, node in enumerate(ast.walk(tree)):
         if id(node) not in left_out:
-            function = functions.get(id(node))
-            yield number, node, named.get(id(function), function.name) if function else ""
+            yield number, node, inside.get(id(node), "")
 
 
 def mutants(source: str) -> list[Mutant]:

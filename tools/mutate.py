@@ -8,6 +8,7 @@ printed at the end, as is the share of them; EQUIVALENT has those that cannot be
 """
 
 import argparse
+import ast
 import hashlib
 import importlib.abc
 import importlib.util
@@ -15,11 +16,10 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 from pathlib import Path
 
-from mutants import Mutant, mutants, mutated
+from mutants import Mutant, functions, mutants, mutated
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,13 +43,13 @@ FIRST = 12  # tests that are run at first, the quickest ones
 EQUIVALENT: dict[str, str] = {}
 
 
-class MutatedFile(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Gives one module of the package its changed code."""
+class Instead(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Gives one module of the package other code, with `names` beside it."""
 
-    def __init__(self, file: str, mutant: Mutant):
+    def __init__(self, file: str, tree: ast.Module, **names):
         self.name = "smollm3_neuron." + file.removesuffix(".py").replace("/", ".")
-        self.path = PACKAGE / file
-        self.code = compile(mutated(self.path.read_text(), mutant), str(self.path), "exec")
+        self.path, self.names = PACKAGE / file, names
+        self.code = compile(tree, str(self.path), "exec")
 
     def find_spec(self, name, path=None, target=None):
         return importlib.util.spec_from_file_location(name, self.path, loader=self) if name == self.name else None
@@ -58,6 +58,7 @@ class MutatedFile(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return None
 
     def exec_module(self, module):
+        module.__dict__.update(self.names)
         exec(self.code, module.__dict__)
 
 
@@ -65,19 +66,20 @@ class Map:
     """A plugin of pytest: by test, how long it took and which functions of FILES it called."""
 
     def __init__(self):
-        self.files = {str(PACKAGE / file): file for file in FILES}
         self.called: set[str] = set()
         self.tests: dict[str, dict] = {}
+        for file in FILES:
+            tree = ast.parse((PACKAGE / file).read_text())
+            for name, function in functions(tree):
+                at = 1 if ast.get_docstring(function) and len(function.body) > 1 else 0
+                function.body[at:at] = ast.parse(f"noted_call({f'{file}:{name}'!r})").body
+            sys.meta_path.insert(0, Instead(file, ast.fix_missing_locations(tree), noted_call=self.note))
 
-    def trace(self, frame, event, argument):
-        code = frame.f_code
-        if event == "call" and (file := self.files.get(code.co_filename)):
-            self.called.add(f"{file}:{code.co_qualname.split('.<locals>')[0]}")
+    def note(self, name: str) -> None:
+        self.called.add(name)
 
     def pytest_runtest_protocol(self, item):
         self.called = set()
-        sys.settrace(self.trace)
-        threading.settrace(self.trace)
 
     def pytest_runtest_logreport(self, report):
         row = self.tests.setdefault(report.nodeid, {"seconds": 0.0, "functions": [], "passed": True})
@@ -147,7 +149,7 @@ def covering(tests: dict[str, dict], file: str, mutant: Mutant) -> list[str]:
 
 def outcome(tests: list[str], file: str, mutant: Mutant) -> str:
     def work(chosen: list[str]) -> int:
-        sys.meta_path.insert(0, MutatedFile(file, mutant))
+        sys.meta_path.insert(0, Instead(file, mutated((PACKAGE / file).read_text(), mutant)))
         return quiet_pytest([str(ROOT / test) for test in chosen], [])
 
     for chosen in filter(None, (tests[:FIRST], tests[FIRST:])):
