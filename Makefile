@@ -4,7 +4,7 @@ TP ?= 2
 VENV := .venv
 STAMP := $(VENV)/.installed
 
-.PHONY: demo lint test evidence hlo-venv emulator-venv vllm-venv clean
+.PHONY: demo lint test evidence hlo-venv emulator-venv vllm-venv ray-venv clean
 
 demo: $(STAMP)
 	$(VENV)/bin/python scripts/compile.py --model tiny --tp $(TP) --seq-len 128 --dtype float32 --device cpu --output artifacts/tiny-demo-tp$(TP)
@@ -40,6 +40,9 @@ emulator-venv: .venv-hlo/.installed
 # real vLLM beside the model, see SERVING.md
 vllm-venv:
 	PYTHON=$(PYTHON) TORCH_INDEX="$(TORCH_INDEX)" test/vllm/make_venvs.sh
+
+ray-venv:
+	PYTHON=$(PYTHON) TORCH_INDEX="$(TORCH_INDEX)" test/vllm/make_venvs.sh ray
 
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' || \

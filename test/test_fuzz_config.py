@@ -174,7 +174,7 @@ def logits_of_ours(folder, tokens: list[int], seq_len: int) -> torch.Tensor:
     app.reset()
     with torch.no_grad():
         first = app(**prefill_inputs([tokens[:-1]], 0)).logits[0, -1]
-        second = app(**decode_inputs(tokens[-1:], [len(tokens) - 1])).logits[0, -1]
+        second = app(**decode_inputs([tokens[-1:]], [len(tokens) - 1])).logits[0, -1]
     return torch.stack([first, second])
 
 

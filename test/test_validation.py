@@ -323,3 +323,18 @@ def test_what_parts_on_a_tie_is_a_near_tie_and_beyond_it_wrong(bases, tmp_path):
     assert (judged.tokens[0], judged.expected[0]) == (other, first) and judged.divergence == 0
     assert judged.margins[0] < 1e-4 and judged.expected_margins[0] < 1e-4
     assert verdict(1e-3).verdict == WRONG
+
+
+def test_a_float64_rotation_is_judged_beside_the_same(tmp_path):
+    """At position 1,000 float32's angles are off by more than float32's products are."""
+    from smollm3_neuron.check.inspection import inspect
+    from smollm3_neuron.check.validation import IDENTICAL, WRONG, Case, Reference, validate
+
+    folder = Path(make_checkpoint(tmp_path / "long", **SMALL, max_position_embeddings=1024, num_hidden_layers=3))
+    app, ranks = load(folder, tmp_path / "weights", seq_len=1024, rope_precision="float64")
+    cases = [Case("prompt", "", [token % 128 for token in tokens(1000, 3)])]
+    verdicts = [
+        validate(app, Reference(folder, torch.float32, rope_table=table), cases, 4).verdict for table in (1024, None)
+    ]
+    assert verdicts == [IDENTICAL, WRONG]
+    assert inspect(app, folder, cases[0].prompt, ranks).is_right

@@ -137,6 +137,11 @@ def test_the_command_that_serves_an_artifact(artifact):
         serving.settings_of_server(replace(SETTINGS, is_prefix_caching=True, pa_num_blocks=99))
 
 
+def test_a_server_looks_nothing_up():
+    with pytest.raises(SmolLM3Error, match="speculation_length is 4: leave it out"):
+        serving.settings_of_server(replace(SETTINGS, speculation_length=4))
+
+
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """Made by vllm-neuron's own compile: a config, and no artifact.json."""

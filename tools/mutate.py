@@ -11,7 +11,7 @@ import argparse
 import ast
 import hashlib
 import importlib.abc
-import importlib.util
+import importlib.machinery
 import json
 import os
 import signal
@@ -52,13 +52,13 @@ class Instead(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self.code = compile(tree, str(self.path), "exec")
 
     def find_spec(self, name, path=None, target=None):
-        return importlib.util.spec_from_file_location(name, self.path, loader=self) if name == self.name else None
+        return importlib.machinery.ModuleSpec(name, self, origin=str(self.path)) if name == self.name else None
 
     def create_module(self, spec):
         return None
 
     def exec_module(self, module):
-        module.__dict__.update(self.names)
+        module.__dict__.update(self.names, __file__=str(self.path))
         exec(self.code, module.__dict__)
 
 

@@ -112,10 +112,12 @@ def _graphs(facts: dict[str, Any], config: CheckpointConfig, settings: Settings)
         settings.batch_size,
         settings.torch_dtype,
         settings.max_context_length,
+        speculation_length=settings.speculation_length,
     )
     planned = {
         "context_encoding_model": (of.prefill_flops, of.prefill_bytes),
         "token_generation_model": (of.decode_flops, of.decode_bytes),
+        "speculation_model": (of.verify_flops, of.verify_bytes),
     }
     for found in facts["graphs"].values():
         found["planned_flops"], found["planned_bytes"] = planned[found["submodel"]]

@@ -6,7 +6,8 @@ Needs jax and jaxlib, nothing else of this repository: it reads what lower.py wr
     {"processes": how many at once, "runs": [RUN, ...]}
     RUN: {"folder": OUT/NAME of lower.py, "shards": FOLDER of the rank files,
           "prompts": [[token, ...], ...] one per row of the batch, "new_tokens", "result": JSON file to write,
-          and optionally "forced": per prompt the tokens to feed instead of the model's own,
+          and optionally "drafts": per prompt the tokens that steps of "speculation_length" verify,
+          "forced": per prompt the tokens to feed instead of the model's own,
           "logits": .npy file to write, float32 [prompts, steps, vocabulary]}
 
 The result: {"tokens": per prompt, "seconds"} or {"error"}. Ranks whose first outputs differ are an error.
@@ -35,6 +36,7 @@ DTYPES = {
     "F8_E4M3": ml_dtypes.float8_e4m3fn,
 }
 CONTEXT_ENCODING, TOKEN_GENERATION = "context_encoding_model", "token_generation_model"
+SPECULATION = "speculation_model"
 
 
 def shard_files(folder: Path) -> list[Path]:
@@ -161,10 +163,44 @@ class Model:
         inputs = [numpy.array(tokens)[:, None], mask, numpy.array(lengths)[:, None], numpy.arange(len(tokens))]
         return graph(self.states, inputs).reshape(len(tokens), -1)
 
+    def verify(self, tokens: list[list[int]], lengths: list[int]) -> numpy.ndarray:
+        """Several tokens per row, the first at `lengths`; the mask covers what came before the first."""
+        graph = self.bucket(SPECULATION, max(lengths) + len(tokens[0]))
+        firsts = numpy.array(lengths)[:, None]
+        mask = numpy.arange(graph.width) < firsts
+        positions = firsts + numpy.arange(len(tokens[0]))
+        return graph(self.states, [numpy.array(tokens), mask, positions, numpy.arange(len(tokens))])
+
+
+def choices(output: numpy.ndarray, rows: int) -> numpy.ndarray:
+    """[rows, tokens] of logits, or of tokens that were sampled on the device."""
+    return output.reshape(rows, -1) if output.dtype.kind in "iu" else output.argmax(-1).reshape(rows, -1)
+
+
+def speculate(model: Model, job: dict) -> list[list[int]]:
+    """Greedy tokens by steps that verify what `drafts` has for each answer, up to the first that is wrong."""
+    prompts, drafts, width = job["prompts"], job["drafts"], job["speculation_length"]
+    answers = choices(model.prefill(prompts), len(prompts)).tolist()
+    while min(map(len, answers)) < job["new_tokens"]:
+        candidates = [draft[len(row) :][: width - 1] for draft, row in zip(drafts, answers)]
+        if any(candidates):
+            fed = [(row[-1:] + guess + [0] * width)[:width] for row, guess in zip(answers, candidates)]
+            output = model.verify(fed, [len(prompt) + len(row) - 1 for prompt, row in zip(prompts, answers)])
+        else:
+            output = model.decode(
+                [row[-1] for row in answers], [len(prompt) + len(row) - 1 for prompt, row in zip(prompts, answers)]
+            )
+        for row, chosen, guess in zip(answers, choices(output, len(prompts)).tolist(), candidates):
+            right = next((at for at, (a, b) in enumerate(zip(guess, chosen)) if a != b), len(guess))
+            row += chosen[: right + 1]
+    return [row[: job["new_tokens"]] for row in answers]
+
 
 def run(job: dict) -> dict:
     began = time.perf_counter()
     model = Model(Path(job["folder"]), Path(job["shards"]))
+    if "drafts" in job:
+        return {"tokens": speculate(model, job), "seconds": round(time.perf_counter() - began, 2)}
     prompts, forced = job["prompts"], job.get("forced")
     tokens, logits = [], []
     for step in range(job["new_tokens"]):

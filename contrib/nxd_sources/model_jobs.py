@@ -5,15 +5,18 @@ A job is a dict: "name", "kind" (`generate`, `answer`, `serve`, `share`, `cost` 
 (NeuronConfig's keywords), and for generate: "prompts" (token ids; they go in batches of the config's batch_size, right
 padded), "new_tokens", and optionally "sampling_params" (top_k, top_p, temperature per row), "adapter_ids" (per row),
 "barred" (tokens never chosen), "forced" (per prompt the tokens to feed instead of the model's own choice), "logits"
-(keep them: OUT/NAME.npz holds one [steps, vocabulary] array per prompt); for serve: "prompts", and of each request its
-"lines" of the cache, the step it "comes" at, how many tokens it "stays", and optionally the steps that it "rests"; for
-share, which is prefix caching: "prompts" and "new_tokens"; for shard: "keep" (the files).
+(keep them: OUT/NAME.npz holds one [steps, vocabulary] array per prompt); for answer the first two and optionally
+"drafts", per prompt what steps of the config's speculation_length verify in the place of what is looked up; for serve:
+"prompts", and of each request its "lines" of the cache, the step it "comes" at, how many tokens it "stays", and
+optionally the steps that it "rests"; for share, which is prefix caching: "prompts" and "new_tokens"; for shard: "keep"
+(the files).
 """
 
 import hashlib
 import sys
 import tempfile
 from collections import Counter
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy
@@ -93,7 +96,29 @@ def answer(model_cls, job, rank, out, make_ready):
 
     model = build(model_cls, job)
     make_ready(model)
-    return {"tokens": [row.tokens for row in generate(model, job["prompts"], job["new_tokens"])]}
+    if "drafts" not in job:
+        return {"tokens": [row.tokens for row in generate(model, job["prompts"], job["new_tokens"])]}
+    with drafted(job["prompts"], job["drafts"]):
+        count = job["neuron"]["speculation_length"] - 1
+        rows = generate(model, job["prompts"], job["new_tokens"], prompt_lookup=count)
+    return {"tokens": [row.tokens for row in rows], "accepted": [[row.accepted, row.offered] for row in rows]}
+
+
+@contextmanager
+def drafted(prompts, drafts):
+    """In the place of what `generate` looks up, candidates are what `drafts` goes on with behind each prompt."""
+    from smollm3_neuron.generate import generation
+
+    class Drafts(generation.PromptLookup):
+        def __call__(self, row, tokens):
+            behind = [draft[len(tokens) - len(p) :] for p, draft in zip(prompts, drafts) if list(tokens[: len(p)]) == p]
+            return behind[0][: self.count]
+
+    looked_up, generation.PromptLookup = generation.PromptLookup, Drafts
+    try:
+        yield
+    finally:
+        generation.PromptLookup = looked_up
 
 
 def serve(model_cls, job, rank, out, make_ready):

@@ -24,6 +24,8 @@ IN_PARTS = (
     "window-listed-tp1",
     "on-device-sampling-tp1",
     "vocab-parallel-odd-vocabulary-tp1",
+    "rope-float64-tp1",
+    "speculation-2-tp1",
 )
 
 
@@ -43,12 +45,15 @@ class Feature:
     sampling_params: list = field(default_factory=list)
     only: tuple = ()  # nothing: every place
     answer: bool = False  # by this project's generate()
+    drafts: bool = False  # with candidates that are right but for some, other ones in each row
     cached: tuple = ()  # prefix caching: how many tokens of each prompt the cache has already
 
     def job(self, checkpoints):
         neuron = {"tp_degree": 1, "batch_size": 2, "seq_len": 128, **self.neuron}
         kind = "serve" if self.serve else "share" if self.cached else "answer" if self.answer else "generate"
         more = {"sampling_params": self.sampling_params} if self.sampling_params else {}
+        if self.drafts:
+            more["drafts"] = drafts_of(self.expected(checkpoints))
         return {
             "name": self.name,
             "kind": kind,
@@ -64,6 +69,14 @@ class Feature:
         stays = self.serve.get("stays", [self.new_tokens] * len(self.prompts))
         checkpoint = checkpoints[self.checkpoint]
         return [reference_tokens(checkpoint, tuple(p), count, ()) for p, count in zip(self.prompts, stays)]
+
+
+def drafts_of(expected):
+    """What could be looked up in the place of each answer: right but for some tokens, other ones in each row."""
+    return [
+        [token if at % (3 + row) else (token + 1) % 256 for at, token in enumerate(tokens)]
+        for row, tokens in enumerate(expected)
+    ]
 
 
 # line 2 is first a long prompt's and then a short one's, line 0 is left free for a while; from one to three are there
@@ -186,6 +199,14 @@ FEATURES = [
         )
         for tp in (2, 4)
     ),
+    # as transformers' tokens at positions as near as these
+    *(
+        Feature(
+            f"rope-float64-{name}tp{tp}", {"tp_degree": tp, "rope_precision": "float64"}, SHORT_AND_LONG, checkpoint
+        )
+        for name, checkpoint in (("", "plain"), ("yarn-", "yarn"))
+        for tp in (1, 2)
+    ),
     Feature(
         "context-shorter-than-the-cache", {"max_context_length": 40, "tp_degree": 2}, SHORT_AND_LONG, new_tokens=80
     ),
@@ -231,6 +252,24 @@ FEATURES = [
             ("prefix-caching", PREFIX_CACHING, [*SHARING, prompt(1, 4)], "long", SOURCES),
         )
         for tp in (1, 2)
+    ),
+    # several tokens verified in one step; rows accept different counts, and a prompt or its bucket is as long as a step
+    *(
+        Feature(
+            f"speculation-{length}-tp{tp}",
+            {"tp_degree": tp, "batch_size": 3, "speculation_length": length, **neuron},
+            prompts,
+            only=(CPU,),
+            answer=True,
+            drafts=True,
+        )
+        for length, tp, neuron, prompts in (
+            (2, 1, {}, REQUESTS[:3]),
+            (5, 3, {"fused_qkv": True}, REQUESTS[:3]),
+            (7, 2, {**CONTINUOUS, "ctx_batch_size": 1}, REQUESTS[:4]),
+            (8, 1, {**BUCKETS, "token_generation_buckets": [32, 128]}, REQUESTS[2:]),
+            (9, 2, {"max_context_length": 40, "on_device_sampling_config": {"top_k": 1}}, REQUESTS[:2]),
+        )
     ),
     # from 4,096 tokens on the library would take its attention kernel
     Feature(
@@ -299,10 +338,10 @@ def on_nxd_cpu(job, folder, place=CPU):
             return model.load_weights(artifact)
         model.load(artifact)
         if place == PARTS:
-            kinds = {}
-            plans = [plan(graph, kinds) for graph in model.graphs]
+            kinds, constants = {}, {}
+            plans = [plan(graph, kinds, constants) for graph in model.graphs]
             parts = {file: Uncompiled(part) for file, part in kinds.items()}
-            model.graphs = [CompiledGraph(plan, parts) for plan in plans]
+            model.graphs = [CompiledGraph(plan, parts, constants) for plan in plans]
             model.load_weights(artifact)
 
     return getattr(model_jobs, job["kind"])(NeuronSmolLM3ForCausalLM, job, 0, folder, compile_and_load)
@@ -334,6 +373,9 @@ def test_tokens_equal_transformers(place, feature, on_sources, random_checkpoint
     assert "error" not in result, result["error"]
     assert result["tokens"] == feature.expected(random_checkpoints)
     assert tuple(result.get("cached", ())) == feature.cached
+    if feature.drafts:
+        accepted, offered = zip(*result["accepted"])
+        assert all(accepted) and sum(accepted) < sum(offered)
 
 
 def test_all_rope_is_a_llama(random_checkpoints):
@@ -355,5 +397,4 @@ def test_all_rope_is_a_llama(random_checkpoints):
 
 def test_random_checkpoints_leave_tying_out(random_checkpoints):
     """transformers does not write the default, so they are what a config without the key is."""
-    config = json.loads(Path(random_checkpoints["plain"], "config.json").read_text())
-    assert "tie_word_embeddings" not in config
+    assert "tie_word_embeddings" not in json.loads(Path(random_checkpoints["plain"], "config.json").read_text())

@@ -75,6 +75,7 @@ LONG = Cell(
 CORE = {
     "tiny", "tiny-fused-tp4", "tiny-bfloat16", "async", "on-device-greedy-tp2", "on-device-sampling-tp1", "buckets-tp2",
     "continuous-batching-tp2", "window-listed-tp2", "prefix-caching-one-bucket-tp2", "sequence-parallel-tp2",
+    "speculation-7-tp2",
 }  # fmt: skip
 # the library asserts one prompt at a time
 NOT_HERE = "continuous-batching-ctx2"

@@ -73,6 +73,7 @@ PREFIX_CACHING = {
 }
 SEQUENCE_PARALLEL = {"sequence_parallel_enabled": True}
 PADDED = {"padded_intermediate_size": 240}
+SPECULATION = {length: {"speculation_length": length} for length in (4, 7)}
 PER_CHANNEL = {"quantized": True, "quantization_type": "per_channel_symmetric"}
 
 CELLS = [
@@ -110,6 +111,12 @@ CELLS = [
         seq_len=4096,
         options={**PREFIX_CACHING, "pa_num_blocks": 256},
     ),
+    *[Cell(name, 2, label="rope-float64", options={"rope_precision": "float64"}) for name in ("plain", "yarn")],
+    *[Cell("plain", 2, label=f"speculation-{length}", options=of) for length, of in SPECULATION.items()],
+    Cell("plain", 3, label="speculation-7", options={**SPECULATION[7], **CONTINUOUS}),
+    Cell("plain", 2, label="speculation-4-sampling", options={**SPECULATION[4], **GREEDY}),
+    # the context encoding graph has as many tokens as are verified
+    Cell("plain", 2, label="speculation-short-context", options={"speculation_length": 17, "max_context_length": 17}),
     Cell("plain", 2, label="short-context", options={"max_context_length": 40}),
     Cell("odd-vocabulary", 4),
     Cell("odd-vocabulary", 2, label="sampling", options=GREEDY),
@@ -145,6 +152,7 @@ SHORTENED = {
     "plain-tp2-split-sequence-parallel",
     "plain-tp2-split-buckets",
     "plain-tp2-split-padded",
+    "plain-tp2-split-speculation-4",
     "8192-positions-tp2-split-4096-tokens",
     "plain-tp2-split-bfloat16",
     "plain-tp2-split-int8",
@@ -174,6 +182,14 @@ def prompts_of(cell: Cell) -> list[list[int]]:
 
         return tiny_prompts()[-cell.batch :]
     return [[7, 3, 201, 90, 14], [5, 9, 33, 121, 200, 17, 61, 2, 88, 150, 34, 99, 240, 18, 77, 45, 6]][: cell.batch]
+
+
+def drafts_of(expected: list[list[int]]) -> list[list[int]]:
+    """What could be looked up in the place of each answer: right but for some tokens, other ones in each row."""
+    return [
+        [token if at % (3 + row) else token + 1 for at, token in enumerate(tokens)]
+        for row, tokens in enumerate(expected)
+    ]
 
 
 def call(python: Path, command: list, log: Path, timeout: float, **environment) -> None:

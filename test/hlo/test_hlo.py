@@ -13,7 +13,7 @@ import lowering
 import numpy
 import pytest
 import torch
-from lowering import NEW_TOKENS, TWINS, Cell, cells_of, prompts_of
+from lowering import NEW_TOKENS, TWINS, Cell, cells_of, drafts_of, prompts_of
 from places import TINY
 from reference import make_checkpoint, reference_tokens
 from safetensors.torch import load_file, save_file
@@ -108,6 +108,8 @@ class Lowered:
             "prompts": prompts_of(cell),
             "new_tokens": NEW_TOKENS,
         }
+        if length := cell.options.get("speculation_length"):
+            run |= {"speculation_length": length, "drafts": drafts_of(expected_tokens(cell, checkpoint))}
         if cell.dtype == "bfloat16":
             run["new_tokens"] = 8
             run["forced"] = expected_tokens(cell, checkpoint)
@@ -199,7 +201,9 @@ def header(file: Path) -> dict[str, list]:
 
 def test_graphs(release, cell, lowered, checkpoints):
     graphs = lowered(release).graphs(cell.name)
-    assert {facts["submodel"] for facts in graphs.values()} == {"context_encoding_model", "token_generation_model"}
+    submodels = {"context_encoding_model", "token_generation_model"}
+    submodels |= {"speculation_model"} if cell.options.get("speculation_length") else set()
+    assert {facts["submodel"] for facts in graphs.values()} == submodels
     schedule = schedule_of(checkpoints[cell.checkpoint])
     assert {name: faults(facts, schedule, cell.neuron) for name, facts in graphs.items()} == {
         name: {} for name in graphs

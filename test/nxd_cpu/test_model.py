@@ -253,7 +253,7 @@ def test_inputs_that_do_not_fit(compiled):
         prefill(app, [[5, 6]], [3])
     with pytest.raises(ValueError, match="seq_ids"):
         prefill(app, [[5, 6], [5, 6]], [1, 1])
-    with pytest.raises(ValueError, match="one token per row"):
+    with pytest.raises(ValueError, match="takes 1 of a row.s tokens, not 2"):
         app(torch.tensor([[5, 6]]), position_ids=torch.tensor([[4, 5]]))
     with pytest.raises(ValueError, match="position_ids"):
         app(torch.tensor([[5, 6]]))

@@ -53,6 +53,7 @@ def test_a_window_as_long_as_the_cache_is_none():
         (dict(attn_kernel_enabled=True), "attn_kernel_enabled is True"),
         (dict(k_cache_transposed=True), "k_cache_transposed is True"),
         (dict(windowed_context_encoding_size=64), "windowed_context_encoding_size is 64"),
+        (dict(speculation_length=4), "speculation_length is 4"),
         (dict(is_prefix_caching=True), "is_prefix_caching is True"),
     ],
 )

@@ -13,17 +13,18 @@ from typing import Any
 import torch
 from neuronx_distributed_inference._graph import Graph
 from neuronx_distributed_inference._products import widen_products
-from torch import fx
+from safetensors.torch import save_file
+from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.graph_signature import InputKind
 
 from . import cache
 from .cut import Part, cut
 from .processes import side_by_side
-from .run import FOLDER, PLAN, cpu_features, product_dtypes
+from .run import CONSTANTS, FOLDER, PLAN, cpu_features, product_dtypes
 
 _aten = torch.ops.aten
-MANY_ROWS = 32
+FEW_ROWS, MANY_ROWS = 8, 32
 LEAST_BYTES = 64 << 20  # of weights: below it a step takes a few ms as it is
 
 
@@ -55,7 +56,8 @@ def compile_ahead(
 
     kinds: dict[str, Part] = {}  # by file
     toolchain = cache.toolchain()
-    plans = [plan(graph, kinds, toolchain) for graph in graphs]
+    constants: dict[str, Tensor] = {}
+    plans = [plan(graph, kinds, constants, toolchain) for graph in graphs]
     on_part(0, len(kinds))
     libraries: dict[str, bytes] = {}
     for file in kinds:
@@ -78,6 +80,8 @@ def compile_ahead(
     target.mkdir()
     for file, library in libraries.items():
         Path(target, file).write_bytes(library)
+    if constants:
+        save_file(constants, Path(target, CONSTANTS))
     products = product_dtypes(sorted(_dtypes_multiplied(kinds.values())))
     Path(target, PLAN).write_text(json.dumps(dict(cpu=sorted(cpu_features()), products=products, graphs=plans)))
 
@@ -103,19 +107,28 @@ def _one_line(error: Exception) -> str:
     return f"the C++ compiler {inner.cmd[0]} failed: {next((line for line in lines if 'error' in line), lines[-1])}"
 
 
-def plan(graph: Graph, kinds: dict[str, Part], toolchain: str = "") -> dict[str, Any]:
-    """How a step runs: values have places in a list, in which those of the arguments come first. Adds to `kinds`."""
+def plan(graph: Graph, kinds: dict[str, Part], constants: dict[str, Tensor], toolchain: str = "") -> dict[str, Any]:
+    """How a step runs: values have places in a list, in which those of the arguments come first.
+
+    Adds to `kinds`, and to `constants` the graph's own tensors by what they hold: two graphs may have the same."""
     program = graph.program
     placeholders = program.graph.find_nodes(op="placeholder")
-    if any(spec.kind != InputKind.USER_INPUT for spec in program.graph_signature.input_specs):
-        raise NotImplementedError("the CPU runtime does not support constants in a graph compiled ahead of time")
+    own = {}
+    for node, spec in zip(placeholders, program.graph_signature.input_specs):
+        if spec.kind != InputKind.USER_INPUT:
+            tensor = program.constants[spec.target].detach().contiguous()
+            own[node.name] = hashlib.sha256(tensor.flatten().view(torch.uint8).numpy()).hexdigest()[:16]
+            constants[own[node.name]] = tensor
     states = {node.name: name for node, name in zip(placeholders[-len(graph.state_names) :], graph.state_names)}
     parts, output = cut(program.graph, states)
     arguments: list[dict | None] = []
     for node in placeholders:
-        value, is_state = node.meta["val"], node.name in states and bool(node.users)
-        argument = dict(name=states.get(node.name), shape=list(value.shape), dtype=_name(value.dtype))
-        arguments.append(argument if is_state else None)
+        value, argument = node.meta["val"], None
+        if node.name in own:
+            argument = dict(constant=own[node.name])
+        elif node.name in states and node.users:
+            argument = dict(name=states[node.name], shape=list(value.shape), dtype=_name(value.dtype))
+        arguments.append(argument)
     last = {name: step for step, part in enumerate(parts) for name in part.inputs}
     places = {node.name: place for place, node in enumerate(placeholders)}
     steps, free, size = [], [], len(placeholders)
@@ -158,11 +171,11 @@ def _compile(part: Part, output: Path, threads: int) -> None:
 
 
 def write_products(module: fx.GraphModule) -> None:
-    """Linears (rows, K) @ (N, K) in the form that is fastest on a CPU; with few rows they stay as they are.
+    """Linears (rows, K) @ (N, K) in the form that is fastest on a CPU; between few rows and many they stay as they are.
 
-    One row as multiply and sum in float32: that becomes one loop, which reads the weight at the memory's bandwidth, two
-    to three times as fast as a matrix product. Many rows as weight @ rows, the rows in columns: 3 to 10% faster; or as
-    `widen_products` has them, where the CPU has no instructions for their dtype.
+    Few rows as multiply and sum in float32: that becomes one loop, which reads the weight once, at the memory's
+    bandwidth, two to three times as fast as a matrix product. Many rows as weight @ rows, the rows in columns: 3 to 10%
+    faster; or as `widen_products` has them, where the CPU has no instructions for their dtype.
     """
     widen_products(module)
     graph, call = module.graph, module.graph.call_function
@@ -171,21 +184,22 @@ def write_products(module: fx.GraphModule) -> None:
         x, weight, *bias = node.args
         result, width = node.meta["val"], x.meta["val"].shape[-1]
         rows = x.meta["val"].numel() // width
-        if 1 < rows < MANY_ROWS:
+        if FEW_ROWS < rows < MANY_ROWS:
             continue
         with graph.inserting_before(node):
             if x not in given:
-                flat = call(_aten.reshape.default, (x, [rows, width] if rows > 1 else [width]))
-                if rows == 1:  # stored before the loop, which would compute it again for every row of the weight
-                    given[x] = call(_aten.as_strided.default, (flat, [width], [1]))
-                else:
-                    turned = call(_aten.t.default, (flat,))
-                    given[x] = call(_aten.clone.default, (turned,), {"memory_format": torch.contiguous_format})
-            if rows == 1:
-                wide = tuple(call(_aten.to.dtype, (tensor, torch.float32)) for tensor in (given[x], weight))
+                flat = call(_aten.reshape.default, (x, [rows, width]))
+                turned = flat if rows <= FEW_ROWS else call(_aten.t.default, (flat,))
+                given[x] = call(_aten.clone.default, (turned,), {"memory_format": torch.contiguous_format})
+                if rows <= FEW_ROWS:  # stored before the loop, which would compute it again for every row of the weight
+                    given[x] = call(_aten.as_strided.default, (given[x], [1, rows, width], [0, width, 1]))
+            if rows <= FEW_ROWS:
+                each = call(_aten.unsqueeze.default, (weight, 1))
+                wide = tuple(call(_aten.to.dtype, (tensor, torch.float32)) for tensor in (given[x], each))
                 total = call(_aten.sum.dim_IntList, (call(_aten.mul.Tensor, wide), [-1]))
             else:
-                total = call(_aten.t.default, (call(_aten.mm.default, (weight, given[x])),))
+                total = call(_aten.mm.default, (weight, given[x]))
+            total = call(_aten.t.default, (total,))
             for added in bias:
                 total = call(_aten.add.Tensor, (total, added))
             total = call(_aten.to.dtype, (call(_aten.reshape.default, (total, list(result.shape))), result.dtype))

@@ -31,8 +31,9 @@ from transformers.models.smollm3.modeling_smollm3 import SmolLM3RMSNorm
 from .errors import SmolLM3Error
 from .model.config import REQUIRED, CheckpointConfig, resolve_config
 from .model.releases import installed_release
-from .model.rope import ScaledRotaryEmbedding
+from .model.rope import RotaryTable, ScaledRotaryEmbedding
 from .model.switches import (
+    ROPE_PRECISIONS,
     check_encoding,
     check_keywords,
     check_sampling,
@@ -52,8 +53,13 @@ def get_rmsnorm_cls():
     return SmolLM3RMSNorm if cpu_mode() else CustomRMSNorm
 
 
-def get_rotary_embedding(config: CheckpointConfig) -> nn.Module:
-    """Returns the library's, or rope.py's for a checkpoint with RoPE scaling, which the library would ignore."""
+def get_rotary_embedding(config: CheckpointConfig, neuron_config: NeuronConfig | None = None) -> nn.Module:
+    """Returns the library's, or rope.py's for a checkpoint with RoPE scaling, which the library would ignore.
+
+    With a `rope_precision` of "float64" it is rope.py's table of all positions.
+    """
+    if getattr(neuron_config, "rope_precision", ROPE_PRECISIONS[0]) == "float64":
+        return RotaryTable(config, neuron_config.max_length)
     if config.rope_scaling is not None:
         return ScaledRotaryEmbedding(config)
     return RotaryEmbedding(
@@ -64,10 +70,12 @@ def get_rotary_embedding(config: CheckpointConfig) -> nn.Module:
 class SmolLM3NeuronConfig(NeuronConfig):
     """The library's NeuronConfig, which would drop a keyword that it does not know with a warning.
 
-    Raises SmolLM3Error for such a keyword.
+    `rope_precision` is this model's own: with "float64" cos and sin are a table that is computed in float64, see
+    model/rope.py. Raises SmolLM3Error for an unknown keyword.
     """
 
-    def __init__(self, **kwargs):
+    def __init__(self, rope_precision: str = ROPE_PRECISIONS[0], **kwargs):
+        self.rope_precision = rope_precision
         with quiet_about_keywords():  # what is derived is saved, too, and comes back as a keyword
             super().__init__(**kwargs)
         check_keywords(kwargs, self)
@@ -139,7 +147,7 @@ class NeuronSmolLM3Attention(NeuronAttentionBase):
     def __init__(self, config: SmolLM3InferenceConfig, layer_idx: int):
         rotary_emb = None
         if config.no_rope_layers[layer_idx]:  # 1 means: applies RoPE
-            rotary_emb = get_rotary_embedding(config.checkpoint_config)
+            rotary_emb = get_rotary_embedding(config.checkpoint_config, config.neuron_config)
         super().__init__(
             config=config,
             hidden_size=config.hidden_size,
@@ -228,6 +236,8 @@ class NeuronSmolLM3Model(NeuronBaseModel):
         self.buckets = config.neuron_config.buckets
         if any(layer_windows(config)):
             self.sliding_window, self.has_mixed_attn = config.sliding_window, True
+        if config.neuron_config.is_prefill_stage:
+            self.speculation_length = 0  # or the library takes a context of that length for tokens to be verified
 
     def init_inference_optimization(self, config: SmolLM3InferenceConfig):
         super().init_inference_optimization(config)
@@ -273,14 +283,16 @@ class NeuronSmolLM3Model(NeuronBaseModel):
     ) -> list[torch.Tensor]:
         """Maps input_ids, attention_mask and position_ids [batch, seq] to a list.
 
-        Its first entry is the logits [batch, 1, vocab_size], or the sampled tokens; K and V of each layer follow.
+        Its first entry is the logits [batch, 1, vocab_size], or the sampled tokens; K and V of each layer follow. With
+        input_ids of speculation_length tokens, which follow the cache, it has logits or tokens of each of them.
 
         The graph meets two faults of the library here. The library takes a prompt's last token to be where position_ids
         is largest, and pads them with 1, which is wrong for a prompt of one token: so padding gets position 0. And it
         cuts the vocabulary's padding off the logits before it masks as many of the last ones: so the padding is kept
         until then and cut off here.
         """
-        if input_ids.shape[-1] > 1 and not self.neuron_config.is_prefix_caching:
+        is_context = input_ids.shape[-1] not in (1, self.speculation_length)
+        if is_context and not self.neuron_config.is_prefix_caching:
             position_ids = self._pad_position_ids(position_ids, attention_mask)
         outputs = super().forward(input_ids, attention_mask, position_ids, *args, **kwargs)
         if self.lm_head.pad_size and not self.on_device_sampling:
@@ -303,6 +315,14 @@ class NeuronSmolLM3ForCausalLM(NeuronBaseForCausalLM):
     """SmolLM3 for `compile`, `load` and generation with NxD Inference."""
 
     _model_cls = NeuronSmolLM3Model
+
+    def enable_speculation(self, *args, **kwargs):
+        """Adds the graph that verifies speculation_length tokens to that of one token, which the library leaves out.
+
+        Only one graph may choose how the weights are laid out: that of one token does.
+        """
+        self.enable_token_generation()
+        super().enable_speculation(enable_wlt_optimization=False)
 
     def forward(self, input_ids=None, seq_ids=None, attention_mask=None, position_ids=None, **kwargs):
         """Runs the library's forward for `seq_ids` in any order: it takes row i of a full batch for the cache's line i.

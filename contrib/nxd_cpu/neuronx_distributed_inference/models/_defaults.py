@@ -40,6 +40,7 @@ HONOURED: dict[str, Any] = dict(
     modules_to_not_convert=None,
     draft_model_modules_to_not_convert=None,
     lm_head_pad_alignment_size=1,
+    quantized=False,
     quantized_checkpoints_path=None,
     quantization_type="per_tensor_symmetric",
     quantization_dtype="int8",
@@ -52,6 +53,7 @@ HONOURED: dict[str, Any] = dict(
     apply_seq_ids_mask=False,
     on_device_sampling_config=None,
     padded_intermediate_size=None,
+    speculation_length=0,
 )
 
 # What it leaves out: an application refuses those that are set to something else.
@@ -64,11 +66,9 @@ UNSUPPORTED: dict[str, Any] = dict(
     async_mode=False,
     prefix_buckets=None,
     token_generation_batches=None,
-    quantized=False,
     is_mxfp4_compute=False,
     is_full_model_shuffled=False,
     kv_cache_quant=False,
-    speculation_length=0,
     enable_fused_speculation=False,
     enable_eagle_speculation=False,
     eagle_rolling_buffer_kernel_enabled=False,

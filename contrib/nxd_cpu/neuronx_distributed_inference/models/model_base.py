@@ -12,6 +12,7 @@ from neuronx_distributed_inference.models.application_base import NeuronApplicat
 from neuronx_distributed_inference.models.config import InferenceConfig
 from neuronx_distributed_inference.models.model_wrapper import (
     CONTEXT_ENCODING_MODEL_TAG,
+    SPECULATION_MODEL_TAG,
     TOKEN_GENERATION_MODEL_TAG,
     ModelWrapper,
 )
@@ -26,7 +27,14 @@ class NeuronBaseModel(nn.Module):
     def __init__(self, config: InferenceConfig, optimize_inference: bool = True):
         super().__init__()
         self.config, self.neuron_config = config, config.neuron_config
-        for name in ("batch_size", "n_positions", "n_active_tokens", "padding_side", "max_length"):
+        for name in (
+            "batch_size",
+            "n_positions",
+            "n_active_tokens",
+            "padding_side",
+            "max_length",
+            "speculation_length",
+        ):
             setattr(self, name, getattr(config.neuron_config, name))
         self.vocab_size = config.vocab_size
         self.rank_util = SPMDRank(config.neuron_config.tp_degree)
@@ -58,10 +66,10 @@ class NeuronBaseModel(nn.Module):
     def create_attn_mask(
         self, attention_mask, is_for_context_encoding, is_for_speculation, position_ids=None, **kwargs
     ) -> Tensor | None:
-        """None for a prompt, which is causal; else which of the cache's positions a token sees, bool (B, 1, 1, n)."""
+        """None for a prompt, which is causal; else the positions of the cache that each token sees, (B, 1, S, n)."""
         if is_for_context_encoding:
             return None
-        return (torch.arange(self.n_positions) <= position_ids)[:, None, None, :]
+        return (torch.arange(self.n_positions) <= position_ids[:, :, None])[:, None]
 
     def forward(
         self,
@@ -73,15 +81,19 @@ class NeuronBaseModel(nn.Module):
         prev_hidden=None,
         adapter_ids=None,
     ) -> list[Tensor]:
-        """Prompts (B, S) or tokens (B, 1) -> float32 logits (B, 1, vocabulary) of each row's last token; the caches."""
-        is_for_context_encoding = position_ids.shape[-1] > 1
+        """Prompts (B, S) or tokens (B, 1) -> float32 logits (B, 1, vocabulary) of each row's last token; the caches.
+        `speculation_length` tokens -> logits of each."""
+        is_for_speculation = position_ids.shape[-1] == self.speculation_length
+        is_for_context_encoding = position_ids.shape[-1] > 1 and not is_for_speculation
         local_attn_mask = None
         if self.sliding_window and not is_for_context_encoding:  # tokens before: what the cache holds
             local_attn_mask = (torch.arange(self.sliding_window - 1) < position_ids)[:, None, None, :]
         hidden_states, caches = self.get_model_output(
             input_ids=input_ids,
             seq_ids=seq_ids,
-            attention_mask=self.create_attn_mask(attention_mask, is_for_context_encoding, False, position_ids),
+            attention_mask=self.create_attn_mask(
+                attention_mask, is_for_context_encoding, is_for_speculation, position_ids
+            ),
             position_ids=position_ids,
             adapter_ids=adapter_ids,
             update_cache=True,
@@ -153,7 +165,7 @@ class NeuronBaseModel(nn.Module):
 
 
 class NeuronBaseForCausalLM(NeuronApplicationBase):
-    """A language model in two submodels: one for prompts, one for each next token."""
+    """A language model in submodels: one for prompts, and one for each next token or for those to be verified."""
 
     _model_cls = None
 
@@ -168,7 +180,10 @@ class NeuronBaseForCausalLM(NeuronApplicationBase):
         )  # the best token, whatever is configured
         self.model_wrapper = self.get_model_wrapper_cls()
         self.enable_context_encoding()
-        self.enable_token_generation()
+        if self.neuron_config.speculation_length > 0:
+            self.enable_speculation()
+        else:
+            self.enable_token_generation()
 
     def get_model_wrapper_cls(self) -> type:
         return ModelWrapper
@@ -195,6 +210,17 @@ class NeuronBaseForCausalLM(NeuronApplicationBase):
             buckets=autobucketing.generate_buckets_for_tkg(self.config),
         )
 
+    def enable_speculation(self, enable_wlt_optimization: bool = True, **model_init_kwargs) -> None:
+        self.speculation_model = self._add_submodel(
+            SPECULATION_MODEL_TAG,
+            model_init_kwargs,
+            batch_size=self.neuron_config.spec_batch_size,
+            n_active_tokens=self.neuron_config.speculation_length,
+            bucket_n_active_tokens=False,
+            is_prefill_stage=False,
+            buckets=autobucketing.generate_buckets_for_speculation(self.config),
+        )
+
     def _add_submodel(self, tag: str, model_init_kwargs: dict, **neuron_config) -> ModelWrapper:
         config = copy.deepcopy(self.config)
         vars(config.neuron_config).update(neuron_config)
@@ -215,9 +241,10 @@ class NeuronBaseForCausalLM(NeuronApplicationBase):
         adapter_ids: Tensor | None = None,
         slot_mapping: Tensor | None = None,
     ) -> CausalLMOutputWithPast:
-        """Right-padded prompts (B, S) if position 0 is among `position_ids`, else each row's next token (B, 1);
-        `seq_ids` (B,) name a row's line of the cache. Returns logits (B, 1, vocabulary), also as `tokens`, like
-        NxDI; with on-device sampling tokens (B,) there and in `hidden_states`.
+        """Right-padded prompts (B, S) if position 0 is among `position_ids`, else each row's next token (B, 1), or its
+        next `speculation_length`; `seq_ids` (B,) name a row's line of the cache. Returns logits (B, 1, vocabulary), of
+        each token that is verified, also as `tokens`, like NxDI; with on-device sampling tokens (B,), or (B, S), there
+        and in `hidden_states`.
         ValueError for a prompt, position or line that does not fit; NotImplementedError for left padding."""
         refuse(inputs_embeds=inputs_embeds is not None, slot_mapping=slot_mapping is not None)
         if position_ids is None:
@@ -230,11 +257,16 @@ class NeuronBaseForCausalLM(NeuronApplicationBase):
             sampling_params = self.default_sampling_params[: input_ids.shape[0]]
         if self._is_prefill(position_ids):
             model, self.kv_cache_populated = self.context_encoding_model, True
+        elif input_ids.shape[1] == self.neuron_config.speculation_length:
+            model = self.speculation_model
         else:
             model = self.token_generation_model
         logits = model(input_ids, attention_mask, position_ids, seq_ids, sampling_params)
         if self.on_device_sampling:  # by the host, which has all ranks' logits: one generator, one token
-            tokens = Sampler(self.neuron_config)(logits[:, -1], sampling_params)
+            if logits.shape[1] == self.neuron_config.speculation_length:
+                tokens = logits.argmax(-1).int()
+            else:
+                tokens = Sampler(self.neuron_config)(logits[:, -1], sampling_params)
             output = CausalLMOutputWithPast(hidden_states=tokens)
         else:
             output = CausalLMOutputWithPast(logits=logits, hidden_states=logits)

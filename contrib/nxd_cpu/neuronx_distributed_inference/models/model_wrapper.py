@@ -11,10 +11,11 @@ from neuronx_distributed_inference._graph import Graph, LoadedModel, export_grap
 
 CONTEXT_ENCODING_MODEL_TAG = "context_encoding_model"
 TOKEN_GENERATION_MODEL_TAG = "token_generation_model"
+SPECULATION_MODEL_TAG = "speculation_model"
 
 
 class ModelWrapper(nn.Module):
-    """One of the two submodels: fits its inputs to what was compiled, and the output back."""
+    """One of the submodels: fits its inputs to what was compiled, and the output back."""
 
     def __init__(
         self,
@@ -43,7 +44,7 @@ class ModelWrapper(nn.Module):
         """Per bucket: ids (B, S), mask (B, bucket), positions (B, S), lines (B,), sampling parameters (B, 3)."""
         batch, inputs = self.neuron_config.batch_size, []
         for bucket in self.neuron_config.buckets:
-            length = bucket if self.tag == CONTEXT_ENCODING_MODEL_TAG else 1
+            length = bucket if self.neuron_config.bucket_n_active_tokens else self.neuron_config.n_active_tokens
             ids = torch.zeros(batch, length, dtype=torch.long)
             mask = torch.ones(batch, bucket, dtype=torch.long)
             positions = torch.arange(length).repeat(batch, 1)
@@ -64,7 +65,7 @@ class ModelWrapper(nn.Module):
         if sorted(set(seq_ids.tolist()) & set(range(lines))) != sorted(seq_ids.tolist()):
             raise ValueError(f"seq_ids {seq_ids.tolist()} are not different lines of a cache of {lines}")
         args = (input_ids, attention_mask, position_ids, seq_ids, sampling_params)
-        if self.tag == TOKEN_GENERATION_MODEL_TAG:
+        if self.tag != CONTEXT_ENCODING_MODEL_TAG:
             return self._generate(*args)
         size = self.neuron_config.batch_size
         chunks = zip(*(arg.split(size) for arg in args))
@@ -91,13 +92,14 @@ class ModelWrapper(nn.Module):
         return self._run(bucket, filled, *rest)[: len(seq_ids)]
 
     def _generate(self, input_ids, attention_mask, position_ids, seq_ids, sampling_params) -> Tensor:
-        """One token each. Row i of the compiled batch is line i of the cache."""
+        """Tokens that follow, one each or those to be verified. Row i of the compiled batch is line i of the cache."""
         last = int(position_ids.max())
         if last >= self.neuron_config.buckets[-1]:
             limit = f"{self.neuron_config.buckets[-1]}, seq_len {self.neuron_config.max_length}"
             raise ValueError(f"position {last} does not fit into the longest cache that was compiled ({limit})")
-        if input_ids.shape[1] != 1:
-            raise ValueError(f"token generation takes one token per row, not {input_ids.shape[1]}")
+        if input_ids.shape[1] != self.neuron_config.n_active_tokens:
+            count = self.neuron_config.n_active_tokens
+            raise ValueError(f"{self.tag} takes {count} of a row's tokens, not {input_ids.shape[1]}")
         bucket = next(bucket for bucket in self.neuron_config.buckets if bucket > last)
         mask = F.pad(attention_mask[:, :bucket], (0, max(0, bucket - attention_mask.shape[1])))
         filled, *rest = self._fill_up(seq_ids, input_ids, mask, position_ids, sampling_params)

@@ -21,3 +21,8 @@ def generate_buckets_for_tkg(inference_config) -> list[int]:
     config, longest = inference_config.neuron_config, inference_config.neuron_config.max_length
     given = config.token_generation_buckets or generate_buckets(128, longest)
     return given if config.enable_bucketing else [longest]
+
+
+def generate_buckets_for_speculation(inference_config) -> list[int]:
+    """Cache lengths that verifying tokens is compiled for."""
+    return generate_buckets_for_tkg(inference_config)

@@ -232,10 +232,12 @@ def inspect(app, folder: Path, prompt: Sequence[int], ranks: Any = None, adapter
     spaced = run(position_ids=closer[None])
     for recorder in recorders:
         recorder.close()
-    dtype = app.neuron_config.torch_dtype
+    neuron_config = app.neuron_config
+    dtype, quantized = neuron_config.torch_dtype, neuron_config if neuron_config.quantized else None
+    rope_table = neuron_config.max_length if neuron_config.rope_precision == "float64" else None
     theirs, exact = (
-        reference_values(StreamedModel(folder, precision, adapter), prompt, config)
-        for precision in (dtype, WIDER[dtype])
+        reference_values(StreamedModel(folder, one, adapter, quantized, rope_table), prompt, config)
+        for one in (dtype, WIDER[dtype])
     )
     pairs = [(ours[layer, "attention_output"], spaced[layer, "attention_output"]) for layer in layers]
     return Inspection(

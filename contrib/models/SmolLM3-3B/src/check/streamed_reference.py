@@ -2,9 +2,11 @@
 """transformers as the reference where its whole model has no room: its own layers, one at a time, from the files.
 
 A pass takes all cases through one layer before it reads the next one, so the weights of one layer are in memory, or
-those of the head. The logits are those of the whole model, bit for bit.
+those of the head. The logits are those of the whole model, bit for bit, to ROWS positions; a longer prompt takes memory
+that grows with its length, never with the square of it: there is no mask, and the MLPs run in pieces.
 """
 
+import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,12 +17,14 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, SmolLM3Config
 
 from ..model.config import fields_for_transformers, read_config
+from ..model.rope import RotaryTable
 from ..weights.checkpoint import check_checkpoint
 from ..weights.files import PREFIX
 from .altered_reference import Alteration
 
 WIDER = {torch.float32: torch.float64, torch.bfloat16: torch.float32, torch.float16: torch.float32}
 # from prompts and what each was answered so far to how the model goes on with that
+ROWS = 4096  # up to as many positions the logits are those of the whole model bit for bit
 Draft = Callable[[list[list[int]], list[list[int]]], list[list[int]]]
 
 
@@ -37,12 +41,20 @@ class _Outline(nn.Module):
         return hidden_states
 
 
+def _in_pieces(mlp: Callable[[Tensor], Tensor], hidden_states: Tensor) -> Tensor:
+    """Runs an MLP over at most ROWS positions at a time: of a long prompt its neurons would be the most in memory."""
+    if hidden_states.shape[1] <= ROWS:
+        return mlp(hidden_states)
+    return torch.cat([mlp(rows) for rows in hidden_states.split(ROWS, dim=1)], dim=1)
+
+
 class StreamedModel:
     """transformers' model of the checkpoint in `folder`, in `dtype`, of which one layer is in memory at a time.
 
-    `adapter` and `quantized` alter its weights as in `load_altered_reference`. `layers`, `norm` and `lm_head` are
-    transformers' own modules, for hooks. Raises SmolLM3Error for a checkpoint or an adapter that does not fit, and for
-    files that are damaged.
+    `adapter` and `quantized` alter its weights as in `load_altered_reference`; with `rope_table` cos and sin are those
+    of a RotaryTable of so many positions, see model/rope.py. `layers`, `norm` and `lm_head` are transformers' own
+    modules, for hooks. Raises SmolLM3Error for a checkpoint or an adapter that does not fit, and for files that are
+    damaged.
     """
 
     def __init__(
@@ -51,6 +63,7 @@ class StreamedModel:
         dtype: torch.dtype,
         adapter: str | Path | None = None,
         quantized: Any = None,
+        rope_table: int | None = None,
     ):
         config = read_config(folder)
         self.dtype, self.is_tied = dtype, config.tie_word_embeddings
@@ -62,10 +75,14 @@ class StreamedModel:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(transformers_config, dtype=dtype).eval()
         self.layers, self.norm, self.lm_head = model.model.layers, model.model.norm, model.lm_head
+        for layer in self.layers:
+            layer.mlp.forward = functools.partial(_in_pieces, layer.mlp.forward)
         self._model = model.model
         self._model.layers = nn.ModuleList(_Outline(layer.attention_type) for layer in self.layers)
         self._model.norm = nn.Identity()
-        self._model.rotary_emb = type(self._model.rotary_emb)(transformers_config)
+        self._model.rotary_emb = (
+            RotaryTable(config, rope_table) if rope_table else type(self._model.rotary_emb)(transformers_config)
+        )
 
     def _stored(self, name: str) -> Tensor:
         """Returns a tensor as it is stored, mapped from its file."""
@@ -112,16 +129,20 @@ class StreamedModel:
 
 
 class Reference:
-    """transformers in `dtype` and in the next wider one, with the weights that `StreamedModel` gives it.
+    """transformers in `dtype` and in the next wider one, altered as `StreamedModel` says.
 
-    `passes` counts by dtype how often all layers were read.
+    `passes` counts by dtype how often all layers were read. `unquantized` is None, or beside 8-bit weights the same
+    model without them, in bfloat16. `earlier` has, by dtype and prompt, the logits of up to so many positions before
+    the answer, where that is asked for: of one prompt alone they are more to measure by.
     """
 
-    def __init__(
-        self, folder: str | Path, dtype: torch.dtype, adapter: str | Path | None = None, quantized: Any = None
-    ):
+    def __init__(self, folder: str | Path, dtype: torch.dtype, *, earlier: int = 0, **altered: Any):
+        self._earlier, self.earlier = earlier, {}
         self.dtype, self.wider = dtype, WIDER[dtype]
-        self._models = {one: StreamedModel(folder, one, adapter, quantized) for one in (dtype, self.wider)}
+        self._models = {one: StreamedModel(folder, one, **altered) for one in (dtype, self.wider)}
+        self.unquantized = None
+        if altered.get("quantized"):
+            self.unquantized = StreamedModel(folder, torch.bfloat16, **{**altered, "quantized": None})
         self._greedy: dict[tuple, list[int]] = {}
         self.passes = dict.fromkeys(self._models, 0)
 
@@ -131,7 +152,12 @@ class Reference:
         """Yields, in `dtype`, the logits [len(tokens), vocab_size] that choose each of its tokens after each prompt."""
         self.passes[dtype] += 1
         inputs = [[*prompt, *forced[:-1]] for prompt, forced in zip(prompts, tokens)]
-        return self._models[dtype].logits(inputs, [len(forced) for forced in tokens])
+        before = [min(self._earlier, len(prompt) - 1) for prompt in prompts]
+        kept = [len(forced) + count for forced, count in zip(tokens, before)]
+        for prompt, count, logits in zip(prompts, before, self._models[dtype].logits(inputs, kept)):
+            if self._earlier:
+                self.earlier[dtype, tuple(prompt)] = logits[:count]
+            yield logits[count:]
 
     def answers(
         self,

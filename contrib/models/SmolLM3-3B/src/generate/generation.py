@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefill and decode by calling the model itself, as NxDI's own adapter fails in the public 0.7 and 0.8 sources.
 
-Which token comes next is sampling.py's. Every prompt has a random generator of its own, so that in a batch it gets the
-tokens that it gets alone.
+Which token comes next is sampling.py's, which ones are guessed and verified in one step speculation.py's. Every prompt
+has a random generator of its own, so that in a batch it gets the tokens that it gets alone.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +17,7 @@ from ..errors import NotANumber, SmolLM3Error
 from ..model.config import token_ids
 from .blocks import BlockTables
 from .sampling import GREEDY, Sampling
+from .speculation import PromptLookup, check_prompt_lookup
 from .turns import turn
 
 
@@ -26,12 +27,15 @@ class Generated:
 
     `margins` has, for each token, by how much the best logit exceeds the second (nothing where the device samples), and
     `logits`, where they are kept, the float32 logits [vocab_size] themselves, those of suppressed tokens included.
+    `accepted` of `offered` are the candidates that were verified, see speculation.py.
     """
 
     tokens: list[int] = field(default_factory=list)
     margins: list[float] = field(default_factory=list)
     logits: list[torch.Tensor] = field(default_factory=list, compare=False, repr=False)
     finished: bool = False
+    offered: int = field(default=0, compare=False)
+    accepted: int = field(default=0, compare=False)
 
 
 def prefill_inputs(prompts: Sequence[Sequence[int]], pad_token_id: int) -> dict[str, torch.Tensor]:
@@ -53,18 +57,18 @@ def prefill_inputs(prompts: Sequence[Sequence[int]], pad_token_id: int) -> dict[
     )
 
 
-def decode_inputs(tokens: Sequence[int], positions: Sequence[int]) -> dict[str, torch.Tensor]:
-    """Returns the model's inputs for one more token of each row, to be written to the cache at `positions`.
+def decode_inputs(tokens: Sequence[Sequence[int]], positions: Sequence[int]) -> dict[str, torch.Tensor]:
+    """Returns the model's inputs for as many more tokens of each row, to be written to the cache from `positions` on.
 
-    They are input_ids and position_ids [batch_size, 1], seq_ids [batch_size], and attention_mask
-    [batch_size, largest position], which covers the tokens before.
+    They are input_ids and position_ids [batch_size, tokens of a row], seq_ids [batch_size], and attention_mask
+    [batch_size, largest of positions], which covers the tokens before.
     """
-    position_ids = torch.tensor(positions)[:, None]
-    attention_mask = (torch.arange(int(position_ids.max())) < position_ids).long()
+    first = torch.tensor(positions)[:, None]
+    input_ids = torch.tensor(tokens)
     return dict(
-        input_ids=torch.tensor(tokens)[:, None],
-        attention_mask=attention_mask,
-        position_ids=position_ids,
+        input_ids=input_ids,
+        attention_mask=(torch.arange(int(first.max())) < first).long(),
+        position_ids=first + torch.arange(input_ids.shape[1]),
         seq_ids=torch.arange(len(tokens)),
     )
 
@@ -88,7 +92,7 @@ def check_generation_config(fields: Mapping[str, Any], vocab_size: int) -> None:
     eos_token_ids = token_ids("eos_token_id", fields.get("eos_token_id"))
     chooser = _Chooser(Sampling.of(fields), [[0]], [1], eos_token_ids, ())
     for length in (1, 4096):  # some of it holds from a length on
-        chooser([[0] * length], [Generated()], SimpleNamespace(logits=torch.zeros(1, 1, vocab_size)))
+        chooser(0, [0] * length, SimpleNamespace(logits=torch.zeros(1, 1, vocab_size)), -1)
 
 
 @torch.no_grad()
@@ -105,6 +109,8 @@ def generate(
     forced: Sequence[Sequence[int]] | None = None,
     keep_logits: bool = False,
     tokenizer=None,
+    prompt_lookup: int | None = None,
+    adapter_ids: Sequence[int] | None = None,
 ) -> list[Generated]:
     """Returns the new tokens of each prompt (token ids), which it runs in groups of the model's batch size.
 
@@ -112,27 +118,27 @@ def generate(
     `suppress_tokens` are never chosen. `on_token(prompt index, token)` is called as tokens come. `forced` (teacher
     forcing) has, for each prompt, the tokens that are fed in the place of the model's own choices, as many of which
     come back. With `keep_logits` the results hold the logits. `tokenizer` is needed where the sampling has stop
-    strings, with which an answer ends, too. A call from another thread waits until this one has its answers: the model
-    has one KV cache.
+    strings, with which an answer ends, too. `prompt_lookup` is how many candidates a step may verify, see
+    speculation.py: the tokens stay the same; with `forced` the candidates are the tokens that are fed. `adapter_ids`
+    has for each prompt the place of its adapter in the model's `lora_config`; without them no prompt has any. A call
+    from another thread waits until this one has its answers: the model has one KV cache.
 
     Raises SmolLM3Error for an empty prompt, one longer than max_context_length, a token that the vocabulary has not,
-    and for what the model's on-device sampling cannot do; NotANumber where the model returns logits that are not
-    numbers.
+    for what the model's on-device sampling cannot do, and for candidates that it cannot verify; NotANumber where the
+    model returns logits that are not numbers.
     """
     neuron_config = model.config.neuron_config
     check_prompts(prompts, max_new_tokens, neuron_config.max_context_length)
-    for index, prompt in enumerate(prompts):
-        if not 0 <= min(prompt) <= max(prompt) < model.config.vocab_size:
-            raise SmolLM3Error(
-                f"prompt {index} has tokens from {min(prompt)} to {max(prompt)}, allowed is 0 to "
-                f"{model.config.vocab_size - 1}: is the tokenizer another model's?"
-            )
+    _check_tokens(prompts, model.config.vocab_size)
+    if prompt_lookup is not None:
+        check_prompt_lookup(prompt_lookup, neuron_config.speculation_length)
+    adapter_ids = _checked_adapter_ids(getattr(neuron_config, "lora_config", None), adapter_ids, len(prompts))
     stops = sampling.stops(tokenizer)
     results = [Generated() for _ in prompts]
     with turn(model):
         for first in range(0, len(prompts), neuron_config.batch_size):
             group = slice(first, first + neuron_config.batch_size)
-            _generate_group(
+            _Group(
                 model,
                 prompts[group],
                 results[group],
@@ -145,65 +151,151 @@ def generate(
                 forced=forced and forced[group],
                 keep_logits=keep_logits,
                 stops=stops,
-            )
+                prompt_lookup=prompt_lookup,
+                adapter_ids=adapter_ids and adapter_ids[group],
+            ).run()
     return results
 
 
-def _generate_group(
-    model,
-    prompts: Sequence[Sequence[int]],
-    results: Sequence[Generated],
-    max_new_tokens: int,
-    *,
-    eos_token_ids: Sequence[int],
-    suppress_tokens: Sequence[int],
-    pad_token_id: int,
-    sampling: Sampling,
-    on_token: Callable[[int, int], None] | None,
-    forced: Sequence[Sequence[int]] | None,
-    keep_logits: bool,
-    stops: StopStringCriteria | None,
-) -> None:
-    """Fills `results` for prompts that fit into one batch of the model; see `generate`."""
-    neuron_config = model.config.neuron_config
-    seq_len = neuron_config.seq_len
-    on_device_sampling_config = getattr(neuron_config, "on_device_sampling_config", None)
-    limits = [min(max_new_tokens, len(row)) for row in forced] if forced else [max_new_tokens] * len(prompts)
-    if on_device_sampling_config:
-        choose, sampling_inputs = _on_device(on_device_sampling_config, sampling, len(prompts), suppress_tokens)
-    else:
-        choose, sampling_inputs = _Chooser(sampling, prompts, limits, eos_token_ids, suppress_tokens), {}
-    tables = BlockTables(neuron_config, prompts, limits) if neuron_config.is_prefix_caching else None
-    model.reset()
-    if tables:
-        output = _encode_one_by_one(model, tables, sampling_inputs)
-    else:
-        output = model(**prefill_inputs(prompts, pad_token_id), **sampling_inputs)
-    while True:
-        logits = output.logits[:, -1].float() if keep_logits else None
-        tokens, margins = choose(prompts, results, output)
-        for row, result in enumerate(results):
-            if result.finished:
-                continue
-            result.tokens.append(tokens[row])
-            result.margins += margins[row : row + 1]
-            if keep_logits:
-                result.logits.append(logits[row])
-            length = len(prompts[row]) + len(result.tokens)
-            result.finished = tokens[row] in eos_token_ids or len(result.tokens) >= limits[row] or length > seq_len
-            if stops is not None:
-                result.finished |= bool(stops(torch.tensor([[*prompts[row], *result.tokens]]), None))
-            if on_token:
-                on_token(row, tokens[row])
-        if all(result.finished for result in results):
-            return
-        fed = forced or [result.tokens for result in results]
-        last_tokens = [row[len(result.tokens) - 1] for row, result in zip(fed, results)]
+def _check_tokens(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
+    for index, prompt in enumerate(prompts):
+        if not 0 <= min(prompt) <= max(prompt) < vocab_size:
+            raise SmolLM3Error(
+                f"prompt {index} has tokens from {min(prompt)} to {max(prompt)}, allowed is 0 to {vocab_size - 1}: is "
+                "the tokenizer another model's?"
+            )
+
+
+def _checked_adapter_ids(lora_config: Any, adapter_ids: Sequence[int] | None, count: int) -> list[int] | None:
+    """Returns an adapter's id per prompt, or None for a model without adapters: the id after the last is none."""
+    if lora_config is None:
+        if adapter_ids is not None:
+            raise SmolLM3Error("adapter_ids are given, but the model was compiled without adapters; leave them out")
+        return None
+    none = len(lora_config.lora_ckpt_paths)
+    adapter_ids = [none] * count if adapter_ids is None else list(adapter_ids)
+    if len(adapter_ids) != count or not all(0 <= id_ < lora_config.max_loras for id_ in adapter_ids):
+        raise SmolLM3Error(
+            f"adapter_ids is {adapter_ids}, allowed is one for each of {count} prompts, from 0 to "
+            f"{lora_config.max_loras - 1}"
+        )
+    return adapter_ids
+
+
+class _Group:
+    """Prompts that fit into one batch of the model, and their answers; see `generate`."""
+
+    def __init__(
+        self,
+        model,
+        prompts: Sequence[Sequence[int]],
+        results: Sequence[Generated],
+        max_new_tokens: int,
+        *,
+        eos_token_ids: Sequence[int],
+        suppress_tokens: Sequence[int],
+        pad_token_id: int,
+        sampling: Sampling,
+        on_token: Callable[[int, int], None] | None,
+        forced: Sequence[Sequence[int]] | None,
+        keep_logits: bool,
+        stops: StopStringCriteria | None,
+        prompt_lookup: int | None,
+        adapter_ids: Sequence[int] | None,
+    ):
+        self.model, self.prompts, self.results = model, prompts, results
+        self.eos_token_ids, self.pad_token_id, self.stops = eos_token_ids, pad_token_id, stops
+        self.on_token, self.forced, self.keep_logits = on_token, forced, keep_logits
+        neuron_config, count = model.config.neuron_config, len(prompts)
+        self.seq_len = neuron_config.seq_len
+        on_device_sampling_config = getattr(neuron_config, "on_device_sampling_config", None)
+        self.limits = [min(max_new_tokens, len(row)) for row in forced] if forced else [max_new_tokens] * count
+        if on_device_sampling_config:
+            self.choose, self.inputs = _on_device(on_device_sampling_config, sampling, count, suppress_tokens)
+        else:
+            self.choose = _Chooser(sampling, prompts, self.limits, eos_token_ids, suppress_tokens)
+            self.inputs = {}
+        if adapter_ids is not None:
+            self.inputs = {**self.inputs, "adapter_ids": torch.tensor(adapter_ids, dtype=torch.int32)}
+        self.tables = BlockTables(neuron_config, prompts, self.limits) if neuron_config.is_prefix_caching else None
+        self.width = neuron_config.speculation_length if prompt_lookup else 1
+        self.lookup = PromptLookup(prompt_lookup, count) if prompt_lookup else None
+
+    def run(self) -> None:
+        """Fills the results."""
+        self.model.reset()
+        if self.tables:
+            output = _encode_one_by_one(self.model, self.tables, self.inputs)
+        else:
+            output = self.model(**prefill_inputs(self.prompts, self.pad_token_id), **self.inputs)
+        candidates: list[list[int]] = [[] for _ in self.prompts]
+        while True:
+            width = self.width if any(candidates) else 1
+            for row, result in enumerate(self.results):
+                self._take(row, result, output, candidates[row], width)
+            if all(result.finished for result in self.results):
+                return
+            output, candidates = self._step()
+
+    def _take(self, row: int, result: Generated, output, candidates: list[int], width: int) -> None:
+        """Adds a row's next token, and one for each candidate that was right, from what it says of `width` tokens."""
+        before = len(result.tokens)
+        for place in range(len(candidates) + 1):
+            if result.finished or (place and not self.forced and result.tokens[-1] != candidates[place - 1]):
+                break
+            self._add(row, result, output, place - width)
+        if candidates:
+            accepted = len(result.tokens) - before - 1
+            result.offered += len(candidates)
+            result.accepted += accepted
+            self.lookup.judged(row, accepted)
+
+    def _add(self, row: int, result: Generated, output, place: int) -> None:
+        """Adds the token that the output has for a row at `place`, counted from the end."""
+        tokens = [*self.prompts[row], *result.tokens]
+        token, margins = self.choose(row, tokens, output, place)
+        result.tokens.append(token)
+        result.margins += margins
+        if self.keep_logits:
+            result.logits.append(output.logits[row, place].float())
+        tokens.append(token)
+        is_last = len(result.tokens) >= self.limits[row] or len(tokens) > self.seq_len
+        result.finished = token in self.eos_token_ids or is_last
+        if self.stops is not None:
+            result.finished |= bool(self.stops(torch.tensor([tokens]), None))
+        if self.on_token:
+            self.on_token(row, token)
+
+    def _step(self) -> tuple[Any, list[list[int]]]:
+        """Feeds each row its last token, and its candidates if there are any; returns the output and those."""
+        fed = self.forced or [result.tokens for result in self.results]
+        lasts = [row[len(result.tokens) - 1] for row, result in zip(fed, self.results)]
+        lengths = [len(prompt) + len(result.tokens) - 1 for prompt, result in zip(self.prompts, self.results)]
+        candidates = self._candidates(lengths)
+        width = self.width if any(candidates) else 1
+        tokens = [[last, *row, *[self.pad_token_id] * (width - 1 - len(row))] for last, row in zip(lasts, candidates)]
         # a finished row goes on in its last place, where it writes over its own last token
-        positions = [min(len(prompt) + len(result.tokens) - 1, seq_len - 1) for prompt, result in zip(prompts, results)]
-        inputs = decode_inputs(last_tokens, positions)
-        block_inputs = tables.step(inputs["position_ids"]) if tables else {}
-        output = model(**inputs, **block_inputs, **sampling_inputs)
+        inputs = decode_inputs(tokens, [min(length, self.seq_len - width) for length in lengths])
+        block_inputs = self.tables.step(inputs["position_ids"]) if self.tables else {}
+        return self.model(**inputs, **block_inputs, **self.inputs), candidates
+
+    def _candidates(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Returns what each row may go on with behind its last token, whose place in the cache `lengths` has.
+
+        A step verifies as many tokens of all rows: where one has no room for that in the cache, there are none.
+        """
+        candidates: list[list[int]] = [[] for _ in lengths]
+        live = [row for row, result in enumerate(self.results) if not result.finished]
+        if self.lookup is None or any(lengths[row] + self.width > self.seq_len for row in live):
+            return candidates
+        for row in live:
+            tokens = self.results[row].tokens
+            count = min(self.lookup.count, self.limits[row] - len(tokens) - 1)
+            if self.forced:
+                candidates[row] = list(self.forced[row][len(tokens) :][:count])
+            elif count:
+                candidates[row] = self.lookup(row, [*self.prompts[row], *tokens])[:count]
+        return candidates
 
 
 def _encode_one_by_one(model, tables: BlockTables, sampling_inputs: dict[str, torch.Tensor]) -> SimpleNamespace:
@@ -233,14 +325,14 @@ def _on_device(on_device_sampling_config, sampling: Sampling, batch_size: int, s
     torch.manual_seed(sampling.seed)  # of the CPU runtime; a device has its own
     sampling_params = torch.tensor([sampling.on_device_params(on_device_sampling_config.global_topk)] * batch_size)
 
-    def choose(prompts, results, output) -> tuple[list[int], list[float]]:
-        return output.tokens.flatten().tolist(), []
+    def choose(row: int, input_ids: list[int], output, place: int) -> tuple[int, list[float]]:
+        return int(output.tokens.reshape(batch_size, -1)[row, place]), []
 
     return choose, {"sampling_params": sampling_params}
 
 
 class _Chooser:
-    """Chooses the next token of each row, and measures the distance of the two best logits."""
+    """Chooses the next token of a row, and measures the distance of the two best logits."""
 
     def __init__(
         self,
@@ -257,21 +349,17 @@ class _Chooser:
         self.generators = [torch.Generator().manual_seed(sampling.seed) for _ in prompts]
         self.suppress_tokens = list(suppress_tokens)
 
-    def __call__(self, prompts, results, output) -> tuple[list[int], list[float]]:
-        logits = output.logits[:, -1].to(torch.float32, copy=True)
-        if not torch.isfinite(logits).any(-1).all() or logits.isnan().any():
+    def __call__(self, row: int, input_ids: list[int], output, place: int) -> tuple[int, list[float]]:
+        """Returns the token that follows on `input_ids`, by the logits at `place`, and the distance as a list."""
+        logits = output.logits[row : row + 1, place].to(torch.float32, copy=True)
+        if not torch.isfinite(logits).any() or logits.isnan().any():
             raise NotANumber(
                 "the model returned logits that are not numbers: weights are damaged, or too large for its dtype"
             )
-        tokens = [
-            result.tokens[-1]
-            if result.finished
-            else self._choose(row, [*prompt, *result.tokens], logits[row : row + 1])
-            for row, (prompt, result) in enumerate(zip(prompts, results))
-        ]
+        token = self._choose(row, input_ids, logits)
         logits[:, self.suppress_tokens] = float("-inf")
         best = logits.topk(2, dim=-1).values
-        return tokens, (best[:, 0] - best[:, 1]).tolist()
+        return token, (best[:, 0] - best[:, 1]).tolist()
 
     def _choose(self, row: int, input_ids: list[int], logits: torch.Tensor) -> int:
         try:

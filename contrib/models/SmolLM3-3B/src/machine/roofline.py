@@ -82,6 +82,8 @@ class Estimate:
     """The settings of 8-bit weights, an artifact's Settings or a NeuronConfig; None: all are in `dtype`."""
     apply_seq_ids_mask: bool = False
     """Whether the caches have the positions of that switch."""
+    speculation_length: int = 0
+    """The tokens of each sequence that one step verifies; 0: none are."""
 
     @property
     def plan(self) -> ShardingPlan:
@@ -153,7 +155,8 @@ class Estimate:
     @property
     def logits(self) -> int:
         """Bytes of one step's logits: float32, and gathered, so that every core holds the whole vocabulary."""
-        return 4 * padded_size(self.config.vocab_size, self.tp_degree) * self.batch_size
+        rows = self.batch_size * max(1, self.speculation_length)
+        return 4 * padded_size(self.config.vocab_size, self.tp_degree) * rows
 
     def scores(self, context_length: int) -> int:
         """Bytes of one layer's scores for one prompt, float32, without the attention kernel.
@@ -192,6 +195,11 @@ class Estimate:
         return weights + self._embedding_bytes(self.batch_size) + caches
 
     @property
+    def verify_bytes(self) -> int:
+        """Bytes that a step with full caches reads which verifies `speculation_length` tokens: embeddings are more."""
+        return self.decode_bytes + self._embedding_bytes(self.batch_size * (self.speculation_length - 1))
+
+    @property
     def prefill_bytes(self) -> int:
         """Bytes that a batch of prompts reads: the weights once, the prompts' embeddings, their K and V once."""
         tokens = self.batch_size * self._prompt_length
@@ -212,6 +220,11 @@ class Estimate:
     def decode_flops(self) -> int:
         """Operations of one step with full caches."""
         return self.flops(1, self.seq_len, 1)
+
+    @property
+    def verify_flops(self) -> int:
+        """Operations of one step with full caches that verifies `speculation_length` tokens."""
+        return self.flops(self.speculation_length, self.speculation_length * self.seq_len, self.speculation_length)
 
     @property
     def prefill_flops(self) -> int:

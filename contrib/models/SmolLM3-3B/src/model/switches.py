@@ -17,7 +17,14 @@ from .releases import BY_INTERFACES, CHECKED, minor
 
 logger = logging.getLogger("Neuron")
 NEEDS_V3 = "its kernel needs NeuronCore v3, trn1 and inf2 have v2"
-NO_SPECULATION = "speculative decoding was never checked with this model"
+NO_SPECULATION = "speculative decoding with a draft or with heads was never checked with this model"
+WITHOUT_SPECULATION = (
+    ("is_prefix_caching", "the library verifies no tokens with the block KV layout"),
+    ("async_mode", "a step is given to the device before the last one's tokens are accepted or not"),
+    ("windowed_context_encoding_size", "the two were never checked together"),
+    ("lora_config", "the two were never checked together"),
+)
+ROPE_PRECISIONS = ("float32", "float64")
 SILU_KERNELS = ("mlp_kernel_enabled", "mlp_tkg_nki_kernel_enabled", "quantized_mlp_kernel_enabled")
 # docs/device_facts.md has the sources
 KERNEL_REPORTS = (
@@ -60,8 +67,8 @@ REFUSED = (
     *(
         Refusal(name, NO_SPECULATION)
         for name in (
-            "speculation_length", "enable_fused_speculation", "enable_eagle_speculation", "is_eagle_draft",
-            "token_tree_config", "is_medusa", "medusa_speculation_length", "num_medusa_heads",
+            "enable_fused_speculation", "enable_eagle_speculation", "is_eagle_draft", "token_tree_config", "is_medusa",
+            "medusa_speculation_length", "num_medusa_heads",
         )
     ),
 )  # fmt: skip
@@ -151,6 +158,7 @@ def check_encoding(neuron_config: Any) -> None:
     `neuron_config` is a NeuronConfig, or the settings of an artifact, which have its names.
     """
     window = neuron_config.windowed_context_encoding_size
+    _check_rope_precision(neuron_config)
     if neuron_config.sequence_parallel_enabled:
         _check_divisible(neuron_config, "sequence_parallel_enabled", "tp_degree", neuron_config.tp_degree)
     if window is not None:
@@ -181,6 +189,19 @@ def check_encoding(neuron_config: Any) -> None:
             "async_mode is on without on_device_sampling_config: a step takes the token of the one before from the "
             "device, give both or leave async_mode out"
         )
+    if neuron_config.speculation_length:
+        _check_speculation(neuron_config)
+
+
+def _check_rope_precision(neuron_config: Any) -> None:
+    precision = getattr(neuron_config, "rope_precision", ROPE_PRECISIONS[0])
+    if precision not in ROPE_PRECISIONS:
+        raise SmolLM3Error(f"rope_precision is {precision!r}, allowed is {' or '.join(map(repr, ROPE_PRECISIONS))}")
+    if precision == "float64" and getattr(neuron_config, "attn_tkg_builtin_kernel_enabled", False):
+        raise SmolLM3Error(
+            "rope_precision is 'float64', but the kernel of attn_tkg_builtin_kernel_enabled computes cos and sin "
+            "itself; leave one of them out"
+        )
 
 
 def _check_divisible(neuron_config: Any, switch: str, divisor_name: str, divisor: int) -> None:
@@ -193,6 +214,26 @@ def _check_divisible(neuron_config: Any, switch: str, divisor_name: str, divisor
             raise SmolLM3Error(
                 f"{switch}: a context of {length} does not divide by {divisor_name} {divisor}; choose "
                 "max_context_length (and context_encoding_buckets) that do, or leave it out"
+            )
+
+
+def _check_speculation(neuron_config: Any) -> None:
+    length = neuron_config.speculation_length
+    if not 2 <= length < neuron_config.seq_len:
+        raise SmolLM3Error(
+            f"speculation_length is {length}, allowed is 0 (off) or a whole number from 2 to "
+            f"{neuron_config.seq_len - 1}, below seq_len"
+        )
+    for name, reason in WITHOUT_SPECULATION:
+        if getattr(neuron_config, name, None):
+            raise SmolLM3Error(f"speculation_length is {length} with {name}, but {reason}: leave one of them out")
+    sampling = neuron_config.on_device_sampling_config
+    for name in ("do_sample", "dynamic"):
+        value = sampling.get(name) if isinstance(sampling, Mapping) else getattr(sampling, name, None)
+        if value:
+            raise SmolLM3Error(
+                f"speculation_length is {length} and on_device_sampling_config has {name}, but a device that verifies "
+                "tokens is greedy: leave it out, or sample on the host"
             )
 
 

@@ -14,7 +14,7 @@ _PRIVATE_HOOKS = ("_get_index_to_update_new_position",)
 # each keeps or reads the cache in a way of its own
 EXCLUDED = (
     "attn_kernel_enabled", "k_cache_transposed", "flash_decoding_enabled", "apply_seq_ids_mask", "is_block_kv_layout",
-    "is_prefix_caching", "windowed_context_encoding_size",
+    "is_prefix_caching", "windowed_context_encoding_size", "speculation_length",
 )  # fmt: skip
 
 

@@ -117,7 +117,7 @@ def test_inputs_are_right_padded():
     assert inputs["input_ids"].tolist() == [[7, 8, 9], [5, 3, 3]]
     assert inputs["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
     assert inputs["position_ids"].tolist() == [[0, 1, 2], [0, 1, 1]]
-    assert decode_inputs([4, 6], [3, 1])["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
+    assert decode_inputs([[4], [6]], [3, 1])["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
 
 
 def test_logits_that_are_not_numbers_are_an_error():

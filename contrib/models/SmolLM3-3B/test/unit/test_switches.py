@@ -27,7 +27,6 @@ EXPECTED = {
     "flash_decoding_enabled": ALL,
     "layer_boundary_markers": ALL,
     "chunked_prefill_config": ALL,
-    "speculation_length": ALL,
     "enable_fused_speculation": ALL,
     "enable_eagle_speculation": ALL,
     "is_eagle_draft": ALL,
@@ -110,6 +109,7 @@ def encoding(**settings):
         pa_block_size=32,
         pa_num_blocks=8,
         prefix_buckets=None,
+        speculation_length=0,
     )
     check_encoding(SimpleNamespace(**{**off, **settings}))
 
@@ -136,6 +136,8 @@ MASKED = dict(apply_seq_ids_mask=True, is_continuous_batching=True)
         PREFIX_CACHING,
         dict(PREFIX_CACHING, batch_size=4, pa_num_blocks=20, **BUCKETING),
         dict(PREFIX_CACHING, **BUCKETING, context_encoding_buckets=[128, 256], prefix_buckets=[128, 256]),
+        dict(speculation_length=2),
+        dict(speculation_length=255, on_device_sampling_config={"top_k": 1}, **MASKED),
     ],
 )
 def test_ways_to_encode_a_context(settings):
@@ -186,9 +188,41 @@ def test_ways_to_encode_a_context(settings):
         (dict(PREFIX_CACHING, pa_block_size=48), "pa_block_size is 48, allowed is a power of two"),
         (dict(PREFIX_CACHING, seq_len=250), "seq_len is 250, .* multiples of pa_block_size, 32"),
         (dict(PREFIX_CACHING, max_context_length=64), "max_context_length is 64, .* at least 128"),
+        (dict(speculation_length=1), r"speculation_length is 1, allowed is 0 \(off\) or a whole number from 2 to 255"),
+        (dict(speculation_length=256), "speculation_length is 256, .* from 2 to 255, below seq_len"),
+        (
+            dict(PREFIX_CACHING, speculation_length=4),
+            "speculation_length is 4 with is_prefix_caching, .* block KV layout",
+        ),
+        (
+            dict(async_mode=True, on_device_sampling_config={"top_k": 1}, speculation_length=4),
+            "speculation_length is 4 with async_mode, but a step is given to the device before",
+        ),
+        (dict(WINDOWED, speculation_length=4), "speculation_length is 4 with windowed_context_encoding_size"),
+        (dict(lora_config={"max_loras": 2}, speculation_length=4), "speculation_length is 4 with lora_config"),
+        (
+            dict(on_device_sampling_config={"do_sample": True}, speculation_length=4),
+            "speculation_length is 4 and on_device_sampling_config has do_sample, .* greedy",
+        ),
+        (
+            dict(on_device_sampling_config=SimpleNamespace(do_sample=False, dynamic=True), speculation_length=4),
+            "speculation_length is 4 and on_device_sampling_config has dynamic, .* greedy",
+        ),
         (dict(PREFIX_CACHING, pa_num_blocks=7), "pa_num_blocks is 7: of pa_block_size 32 at least 8 .* seq_len of 256"),
     ],
 )
 def test_what_cannot_encode_a_context(settings, named):
     with pytest.raises(SmolLM3Error, match=f"^[^\n]*{named}[^\n]*$"):
         encoding(**settings)
+
+
+def test_a_kernel_that_computes_the_rotation_itself_has_no_table():
+    from dataclasses import asdict
+
+    from smollm3_neuron.artifact.settings import Settings
+
+    config = SimpleNamespace(**asdict(Settings(rope_precision="float64")), attn_tkg_builtin_kernel_enabled=True)
+    with pytest.raises(SmolLM3Error, match="rope_precision is 'float64', but .*attn_tkg_builtin_kernel_enabled"):
+        check_encoding(config)
+    config.rope_precision = "float32"
+    check_encoding(config)

@@ -183,13 +183,16 @@ class NeuronAttentionBase(nn.Module):
     def compute_for_token_gen(
         self, Q, K, V, position_ids, past_key_value, attention_mask, active_mask, is_prefix_caching=False
     ) -> Tensor:
-        """Attention of one token (B, heads, 1, D) to the cache, in which its own K and V stand already.
+        """Attention of tokens (B, heads, S, D) to the cache, in which their own K and V stand already.
 
         The query heads that share a KV head go in as its queries: the cache is read once and not expanded.
         """
-        grouped = Q.unflatten(1, (self.num_key_value_heads, self.num_key_value_groups)).squeeze(3)
+        shared, length = (self.num_key_value_heads, self.num_key_value_groups), Q.shape[2]
+        if length > 1:
+            attention_mask = attention_mask.repeat(1, 1, self.num_key_value_groups, 1)
+        grouped = Q.unflatten(1, shared).flatten(2, 3)
         output = F.scaled_dot_product_attention(grouped, *past_key_value, attn_mask=attention_mask)
-        return output.flatten(1, 2).unsqueeze(2)
+        return output.unflatten(2, (self.num_key_value_groups, length)).flatten(1, 2)
 
     def forward(
         self,
