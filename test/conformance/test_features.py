@@ -199,7 +199,6 @@ FEATURES = [
         )
         for tp in (2, 4)
     ),
-    # as transformers' tokens at positions as near as these
     *(
         Feature(
             f"rope-float64-{name}tp{tp}", {"tp_degree": tp, "rope_precision": "float64"}, SHORT_AND_LONG, checkpoint
