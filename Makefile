@@ -4,7 +4,7 @@ TP ?= 2
 VENV := .venv
 STAMP := $(VENV)/.installed
 
-.PHONY: demo lint test hlo-venv emulator-venv vllm-venv clean
+.PHONY: demo lint test evidence hlo-venv emulator-venv vllm-venv ray-venv clean
 
 demo: $(STAMP)
 	$(VENV)/bin/python scripts/compile.py --model tiny --tp $(TP) --seq-len 128 --dtype float32 --device cpu --output artifacts/tiny-demo-tp$(TP)
@@ -21,6 +21,11 @@ FAST_TESTS := contrib/models/SmolLM3-3B/test/unit test/nxd_cpu/test_layers.py te
 test: lint
 	$(VENV)/bin/python -m pytest -n auto --dist loadfile $(if $(FAST),$(FAST_TESTS))
 
+# every tier that this machine can run, or TIERS="hlo-0.8.0 ..."; SOURCES="NXD/src:NXDI/src ...", one for each release, and
+# VLLM_NEURON="0.4.1=DIR ...", for the tiers that need them. Written to docs/evidence.json and docs/evidence.md
+evidence: $(STAMP)
+	$(VENV)/bin/python tools/evidence.py $(TIERS) $(SOURCES:%=--source %) $(VLLM_NEURON:%=--vllm-neuron %)
+
 # the compile path without a device, see contrib/neuron_hlo
 hlo-venv:
 	PYTHON=$(PYTHON) contrib/neuron_hlo/make_venv.sh
@@ -35,6 +40,9 @@ emulator-venv: .venv-hlo/.installed
 # real vLLM beside the model, see SERVING.md
 vllm-venv:
 	PYTHON=$(PYTHON) TORCH_INDEX="$(TORCH_INDEX)" test/vllm/make_venvs.sh
+
+ray-venv:
+	PYTHON=$(PYTHON) TORCH_INDEX="$(TORCH_INDEX)" test/vllm/make_venvs.sh ray
 
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' || \

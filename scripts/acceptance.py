@@ -84,7 +84,7 @@ def float32_errors(args: argparse.Namespace) -> dict:
     tokens = artifact.tokenizer()(TEXT)["input_ids"][: min(PUBLISHED_TOKENS, settings.seq_len)]
     # every position has its logits where the text is fed token by token; the last one's following token is any
     (forced,) = generate(artifact.load(), [tokens[:1]], len(tokens), forced=[[*tokens[1:], 0]], keep_logits=True)
-    reference = StreamedModel(common.reference_folder(None, artifact), torch.float32, artifact.adapter)
+    reference = StreamedModel(common.reference_folder(None, artifact), torch.float32, **artifact.alterations)
     (theirs,) = reference.logits([tokens], [len(tokens)])
     error = (torch.stack(forced.logits).double() - theirs.double()).abs()
     found = {"tokens": len(tokens), "maximum": error.max().item(), "mean": error.mean().item()}

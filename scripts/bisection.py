@@ -16,7 +16,7 @@ from smollm3_neuron.artifact.folder import Artifact
 from smollm3_neuron.check.bisection import first_wrong_layer
 from smollm3_neuron.errors import SmolLM3Error
 from smollm3_neuron.model.config import read_config
-from smollm3_neuron.weights.cut import cut_checkpoint
+from smollm3_neuron.weights.derived import cut_checkpoint
 
 NEW_TOKENS = 4
 

@@ -15,6 +15,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import common
+import variants
 from tqdm import tqdm
 
 from smollm3_neuron.artifact.build import Callbacks, compile_artifact
@@ -31,7 +32,7 @@ from smollm3_neuron.model.releases import installed_release
 from smollm3_neuron.model.smollm3_3b import SMOLLM3_3B
 from smollm3_neuron.vllm.serving import serve_command, settings_of_server
 from smollm3_neuron.weights.checkpoint import DROPPED_HEAD, drops_head
-from smollm3_neuron.weights.cut import cut_checkpoint
+from smollm3_neuron.weights.derived import cut_checkpoint, stretch_checkpoint, stretched_fields
 from smollm3_neuron.weights.quantization import MODULE_NAMES, QUANTIZATION_TYPES
 
 
@@ -41,7 +42,7 @@ def parse_args() -> argparse.Namespace:
     add_shape(parser.add_argument_group("degree, lengths and dtype"))
     add_graphs(parser.add_argument_group("how the graphs are built"))
     add_batching(parser.add_argument_group("requests and their cache"))
-    add_quantization(parser.add_argument_group("8-bit weights, on a device only"))
+    add_quantization(parser.add_argument_group("8-bit weights"))
     add_output(parser.add_argument_group("where it runs and what is written"))
     return parser.parse_args()
 
@@ -52,12 +53,7 @@ def add_checkpoint(group) -> None:
     group.add_argument(
         "--merge-adapter", type=Path, metavar="FOLDER", help="a PEFT LoRA adapter to merge into the weights"
     )
-    group.add_argument(
-        "--num-layers",
-        type=int,
-        metavar="N",
-        help="only the first N layers, with the final norm and the head; writes OUTPUT-checkpoint, too (default: all)",
-    )
+    variants.add_arguments(group)
 
 
 def add_shape(group) -> None:
@@ -103,6 +99,12 @@ def add_graphs(group) -> None:
         dest="attn_kernel_enabled",
         action="store_true",
         help="the library's attention kernel; on trn1 and inf2 contexts of 4096 tokens did not compile with it",
+    )
+    group.add_argument(
+        "--rope-precision",
+        default=Settings.rope_precision,
+        help="float32, as transformers computes cos and sin, or float64: exact at long positions, from a table "
+        "(default: %(default)s)",
     )
     group.add_argument(
         "--pad-intermediate",
@@ -187,7 +189,12 @@ def settings_from(args: argparse.Namespace) -> Settings:
     """The artifact's settings: the arguments of the same names, and those that are named otherwise."""
     given = getattr(args, "on_device_sampling_config", "null")
     sampling = common.json_object("--on-device-sampling-config", given, '{"dynamic": true}')
-    renamed = {"tp_degree": args.tp, "torch_dtype": args.dtype, "on_device_sampling_config": sampling}
+    renamed = {
+        "tp_degree": args.tp,
+        "lora_config": None,
+        "torch_dtype": args.dtype,
+        "on_device_sampling_config": sampling,
+    }
     same = {field.name: getattr(args, field.name) for field in fields(Settings) if field.name not in renamed}
     settings = Settings(**same, **renamed)
     if args.for_vllm:
@@ -198,8 +205,7 @@ def settings_from(args: argparse.Namespace) -> Settings:
 def check_args(args: argparse.Namespace) -> None:
     if args.device == "hlo" and (args.merge_adapter or args.weights_only):
         raise SmolLM3Error("--device hlo writes graphs and no weights: leave --merge-adapter and --weights-only out")
-    if args.num_layers is not None and (args.merge_adapter or args.device == "hlo"):
-        raise SmolLM3Error("--num-layers goes with neither --merge-adapter nor --device hlo: leave one out")
+    variants.check_args(args)
     if args.nxd_source and args.device != "hlo":
         raise SmolLM3Error(
             f"--nxd-source is for --device hlo, which is {args.device!r}: leave one out or change the other"
@@ -250,6 +256,9 @@ def lower(args: argparse.Namespace, settings: Settings) -> None:
             (folder / "config.json").write_text(json.dumps(SMOLLM3_3B))
         else:
             folder, name, _ = locate_model(args.model, args.revision)
+        if factor := variants.yarn_factor(args, folder):
+            fields, folder = stretched_fields(folder, factor), Path(scratch)
+            (folder / "config.json").write_text(json.dumps(fields))
         output = args.output or Path("artifacts") / f"{Path(name).name}-tp{args.tp}-hlo"
         say_what_may_not_work(folder, settings)
         print(report.text(report.lower_checkpoint(folder, output, settings, args.nxd_source)))
@@ -276,7 +285,12 @@ def compile_and_report(args: argparse.Namespace, settings: Settings) -> None:
     output = args.output or Path("artifacts") / f"{Path(name).name}-tp{args.tp}"
     if args.num_layers is not None:
         output = args.output or output.with_name(f"{output.name}-layers{args.num_layers}")
-        folder = cut_checkpoint(folder, args.num_layers, output.absolute().with_name(f"{output.name}-checkpoint"))
+        folder = cut_checkpoint(folder, args.num_layers, variants.beside(output))
+    elif factor := variants.yarn_factor(args, folder):
+        output = args.output or output.with_name(f"{output.name}-yarn{factor:g}")
+        folder = stretch_checkpoint(folder, factor, variants.beside(output))
+        print(f"YaRN, factor {factor:g}: {read_config(folder).longest_sequence} positions, {folder}")
+    settings = variants.with_adapters(settings, args, folder)
     if place == "emulated":
         print("This is an emulated Neuron device: its graphs are HLO for XLA-CPU, and no NEFF.")
     if place != "cpu":

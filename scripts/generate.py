@@ -24,6 +24,12 @@ def parse_args() -> argparse.Namespace:
     parser = common.Parser(__doc__, "ARTIFACT PROMPT [PROMPT ...]")
     parser.add_argument("artifact", type=Path, metavar="ARTIFACT", help="the folder")
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="several are answered in one batch")
+    parser.add_argument_group("adapters").add_argument(
+        "--adapter",
+        action="append",
+        metavar="NAME",
+        help="an adapter of compile.py's --lora, or none: one for all prompts, or one for each in their order",
+    )
     add_chat(parser.add_argument_group("chat"))
     add_sampling(parser.add_argument_group("how many tokens, and which"))
     place = parser.add_argument_group("where it runs and what is checked")
@@ -151,6 +157,23 @@ def sampling_parameters(args: argparse.Namespace, artifact: Artifact) -> dict:
     return fields
 
 
+def adapter_ids(names: list[str] | None, lora_config: dict | None, count: int) -> list[int] | None:
+    """The place of each prompt's adapter among those that the artifact was compiled with; behind the last is none."""
+    if names is None:
+        return None
+    known = [*(lora_config or {}).get("lora_ckpt_paths", {}), "none"]
+    if lora_config is None:
+        raise SmolLM3Error(
+            f"--adapter {names[0]}, but the artifact has no adapters: compile it with --lora NAME=FOLDER"
+        )
+    if unknown := [name for name in names if name not in known]:
+        raise SmolLM3Error(f"--adapter is {unknown[0]!r}, the artifact has {', '.join(known)}")
+    if len(names) not in (1, count):
+        raise SmolLM3Error(f"--adapter is given {len(names)} times for {count} prompts: give it once, or for each")
+    ids = [known.index(name) for name in names]
+    return ids * count if len(ids) == 1 else ids
+
+
 def note_cut_answers(max_new_tokens: int, prompts: list[list[int]], seq_len: int) -> None:
     """Prints a line per prompt whose answer the cache will cut short. The last token needs no place in it."""
     for index, prompt in enumerate(prompts):
@@ -199,6 +222,7 @@ def main() -> None:
     check_prompts(prompts, max_new_tokens, artifact.settings.max_context_length)
     if args.max_new_tokens is not None:
         note_cut_answers(args.max_new_tokens, prompts, artifact.settings.seq_len)
+    adapters = adapter_ids(args.adapter, artifact.settings.lora_config, len(prompts))
     model = artifact.load()
     printer = Printer(tokenizer, [""] if args.chat and len(texts) == 1 else args.prompts)
     results = generate(
@@ -211,6 +235,7 @@ def main() -> None:
         on_token=printer,
         tokenizer=tokenizer,
         prompt_lookup=args.prompt_lookup,
+        adapter_ids=adapters,
     )
     printer.close()
     if args.prompt_lookup is not None:

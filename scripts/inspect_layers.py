@@ -105,7 +105,9 @@ def on_sources(artifact: Artifact, nxd_source: str):
     store = tempfile.mkdtemp()
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}/store", rank=0, world_size=1)
     folder = Path(artifact.manifest["model"]["folder"])
-    config = build_config(folder, replace(artifact.settings, tp_degree=1))
+    # CPU mode leaves the layers of 8-bit weights as they are
+    settings = replace(artifact.settings, tp_degree=1, quantized=False, modules_to_not_convert=None)
+    config = build_config(folder, settings)
     config.neuron_config.on_cpu = True
     app = model_cls(str(folder), config)
     cpu_mode.to_cpu(app)

@@ -17,7 +17,7 @@ import common
 import svg
 
 from smollm3_neuron.artifact.folder import Artifact, open_artifact
-from smollm3_neuron.errors import NotANumber
+from smollm3_neuron.errors import NotANumber, SmolLM3Error
 from smollm3_neuron.machine.preflight import choose_place
 
 COLOURS = {"identical": "#1b9e77", "near tie": "#e6ab02", "wrong": "#d62728"}
@@ -31,6 +31,19 @@ def parse_args() -> argparse.Namespace:
     inputs.add_argument("--model", type=Path, help="checkpoint folder of the reference (default: the artifact's own)")
     inputs.add_argument(
         "--max-new-tokens", type=int, metavar="N", default=32, help="with EOS barred (default: %(default)s)"
+    )
+    inputs.add_argument(
+        "--length",
+        type=int,
+        metavar="N",
+        help="judge one long prompt in place of the others: N tokens with its answer, a text with a needle in the "
+        "middle and the question for it at the end",
+    )
+    inputs.add_argument(
+        "--prompt-file",
+        type=Path,
+        metavar="FILE",
+        help="the text of --length, repeated or cut (default: a built-in one)",
     )
     inputs.add_argument(
         "--tp", type=int, metavar="N", help="refuse an artifact made for another tensor-parallel degree"
@@ -59,24 +72,46 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def judged_cases(args: argparse.Namespace, settings, folder: Path, tokenizer) -> list:
+    """What is asked: a long prompt, or the prompts and the text that the checkpoint or validate.py itself has."""
+    from smollm3_neuron.check.long_prompt import long_case
+    from smollm3_neuron.check.validation import TEXT, make_cases, prompts_and_text
+
+    limits = settings.max_context_length, settings.seq_len
+    if args.length is not None:
+        text = TEXT if args.prompt_file is None else read_text(args.prompt_file)
+        return [long_case(tokenizer, text, args.length, args.max_new_tokens, *limits)]
+    cases, left_out = make_cases(tokenizer, *prompts_and_text(folder), *limits)
+    for reason in left_out:
+        print(f"left out: {reason}")
+    return cases
+
+
+def read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise SmolLM3Error(
+            f"{path}: no UTF-8 text ({error.reason} at byte {error.start}); name a file of text"
+        ) from None
+
+
 def judge(args: argparse.Namespace, artifact: Artifact, folder: Path, tokenizer):
     """Runs artifact and reference; the report. Where the artifact's logits are no numbers: says so, exit code 1."""
     import torch
 
-    from smollm3_neuron.check.validation import WRONG, Reference, make_cases, parse_tol_map, prompts_and_text, validate
+    from smollm3_neuron.check.long_prompt import EARLIER
+    from smollm3_neuron.check.validation import WRONG, Reference, parse_tol_map, validate
 
     tol_map = common.json_object("--tol-map", args.tol_map or "null", '{"5": 0.01, "all": 0.05}')
     tol_map = None if tol_map is None else parse_tol_map(tol_map)
     settings = artifact.settings
-    texts = prompts_and_text(folder)
-    cases, left_out = make_cases(tokenizer, *texts, settings.max_context_length, settings.seq_len)
-    for reason in left_out:
-        print(f"left out: {reason}")
-    dtype, quantized = getattr(torch, settings.torch_dtype), settings if settings.quantized else None
+    cases = judged_cases(args, settings, folder, tokenizer)
+    dtype = getattr(torch, settings.torch_dtype)
     try:
         return validate(
             artifact.load(),
-            Reference(folder, dtype, artifact.adapter, quantized),
+            Reference(folder, dtype, earlier=EARLIER if args.length else 0, **artifact.alterations),
             cases,
             args.max_new_tokens,
             suppress_tokens=artifact.eos_token_ids(),
@@ -107,19 +142,32 @@ def print_cases(report, tokenizer) -> None:
 
 def summary(report, artifact: Artifact, max_new_tokens: int) -> list[str]:
     """The report's lines below its table."""
+    import torch
+
+    from smollm3_neuron.check.drift import power
+
     settings, perplexity = artifact.settings, report.perplexity
     prompts, chats = report.cases_of("prompt"), report.cases_of("chat")
     errors = {name: max(max(judged.errors[name]) for judged in report.cases) for name in report.tol_map}
     error_texts = [f"top {name} {errors[name]:.1e} ({allowed:.1e})" for name, allowed in report.tol_map.items()]
     passes = ", ".join(f"{count} in {dtype}" for dtype, count in report.passes.items())
+    of_text = "no text"
+    if perplexity:
+        of_text = (
+            f"perplexity of a text {perplexity['model']:.5f}, transformers' {perplexity['transformers']:.5f}, "
+            f"in the wider dtype {perplexity['exact']:.5f}"
+        )
+    if "unquantized" in perplexity:
+        of_text += f", of the whole weights in bfloat16 {perplexity['unquantized']:.5f}"
     smallest_margin = min(min(judged.margins) for judged in prompts)
     return [
         f"verdict: {report.verdict}",
         f"largest logit errors under teacher forcing, as shares of the largest logit (allowed for "
         f"{settings.torch_dtype}): {', '.join(error_texts)}",
         f"a tie may be {report.divergence_difference_tol:.1e} apart; {count_equal(chats)} chat prompts equal; "
-        f"perplexity of a text {perplexity['model']:.5f}, transformers' {perplexity['transformers']:.5f}, "
-        f"in the wider dtype {perplexity['exact']:.5f}",
+        f"{of_text}",
+        *([str(report.drift)] if report.drift else []),
+        power(getattr(torch, settings.torch_dtype), report.drift),
         f"passes over transformers' layers: {passes}",
         f"{count_equal(prompts)} prompts equal to transformers' ({artifact.place}, tp_degree {settings.tp_degree}, "
         f"{settings.torch_dtype}, {max_new_tokens} new tokens each, EOS barred); smallest margin between the two best "
@@ -129,6 +177,18 @@ def summary(report, artifact: Artifact, max_new_tokens: int) -> list[str]:
 
 def count_equal(judged_cases: list) -> str:
     return f"{sum(judged.match == 1 for judged in judged_cases)} of {len(judged_cases)}"
+
+
+def needle_found(report, tokenizer) -> str:
+    """Whether the answers have what the needle says; a model that was not trained has it in neither."""
+    from smollm3_neuron.check.long_prompt import ANSWER
+
+    (judged,) = report.cases
+    answers = {"the artifact's": judged.tokens, "transformers'": judged.expected}
+    said = [
+        f"{whose} {'has' if ANSWER in tokenizer.decode(tokens) else 'lacks'} it" for whose, tokens in answers.items()
+    ]
+    return f"the needle is {ANSWER}; of the answers {', '.join(said)}"
 
 
 def match_plot(report) -> str:
@@ -222,6 +282,8 @@ def page(report, provenance: dict, lines: list[str], tokenizer) -> str:
 
 def main() -> None:
     args = parse_args()
+    if args.prompt_file is not None and args.length is None:
+        raise SmolLM3Error(f"--prompt-file {args.prompt_file} is the text of a long prompt: give --length N, too")
     common.check_outputs(args.json, args.html)
     artifact = open_artifact(args.artifact, choose_place(args.device), tp_degree=args.tp, verify=args.verify)
     common.note_foreign_code(artifact)
@@ -230,6 +292,8 @@ def main() -> None:
     tokenizer = artifact.tokenizer()
     report = judge(args, artifact, common.reference_folder(args.model, artifact), tokenizer)
     print_cases(report, tokenizer)
+    if args.length is not None:
+        print(needle_found(report, tokenizer))
     lines = summary(report, artifact, args.max_new_tokens)
     print("\n" + "\n".join(lines))
     provenance = {

@@ -17,7 +17,7 @@ from smollm3_neuron.check.bisection import first_wrong_layer
 from smollm3_neuron.errors import SmolLM3Error
 from smollm3_neuron.model.config import read_config
 from smollm3_neuron.weights.checkpoint import check_checkpoint, checkpoint_files
-from smollm3_neuron.weights.cut import cut_checkpoint
+from smollm3_neuron.weights.derived import cut_checkpoint
 
 LAYERS = 30
 DEEP = dict(vocab_size=128, hidden_size=64, intermediate_size=96, num_attention_heads=8, num_key_value_heads=4)

@@ -61,7 +61,6 @@ def compiled(tmp_path: Path) -> list[str]:
         (["--dtype", "int8"], ["dtype is 'int8'", "bfloat16"]),
         (["--device", "neuron"], ["Neuron SDK is not installed", "--device cpu"]),
         (["--device", "gpu"], ["device is 'gpu'", "neuron, cpu"]),
-        (["--quantized"], ["quantized: the CPU runtime", "leave it out"]),
         (["--quantized", "--quantization-dtype", "int4"], ["quantization_dtype is 'int4'", "'int8' or 'f8e4m3'"]),
         (["--merge-adapter", "/no/such/adapter"], ["/no/such/adapter: no adapter_config.json there"]),
         (["--windowed-context-encoding-size", "48"], ["windowed_context_encoding_size", "a context of 64", "48"]),
@@ -314,9 +313,9 @@ def test_validate_says_right_and_writes_it_down(artifact, tmp_path):
     page, found = tmp_path / "page.html", tmp_path / "found.json"
     done = run("validate", artifact, "--max-new-tokens", 3, "--json", found, "--html", page)
     assert done.returncode == 0 and "verdict: identical" in done.stdout, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1].startswith(
-        "57 of 57 prompts equal to transformers' (cpu, tp_degree 2, float32, 3 new tokens"
-    )
+    *_, power, _, last = done.stdout.splitlines()
+    assert power == "finds 46 of 46 seeded faults in float32"
+    assert last.startswith("57 of 57 prompts equal to transformers' (cpu, tp_degree 2, float32, 3 new tokens")
     cases = json.loads(found.read_text())["cases"]
     assert [sum(case["kind"] == kind for case in cases) for kind in ("prompt", "chat", "text")] == [57, 6, 1]
     assert {case["verdict"] for case in cases} == {"identical"}
@@ -374,3 +373,28 @@ def test_benchmark_refuses(artifact, tmp_path):
     )
     refused(run("benchmark", artifact, "--new-tokens", 1), "new_tokens is 1", "at least 2")
     refused(run("benchmark", artifact, "--json", tmp_path / "no/file.json"), "no/file.json: no such folder")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [],
+        ["--quantization-type", "per_channel_symmetric", "--quantization-dtype", "f8e4m3", "--fused-qkv"],
+    ],
+)
+def test_8_bit_weights_are_what_they_stand_for(flags, tmp_path):
+    artifact = tmp_path / "artifact"
+    done = run("compile", "--model", "tiny", "--tp", 2, *SMALL, "--quantized", *flags, "--output", artifact)
+    assert done.returncode == 0, done.stderr
+    done = run("validate", artifact, "--json", tmp_path / "report.json")
+    assert done.returncode == 0 and "verdict: identical" in done.stdout, done.stdout
+    report = json.loads((tmp_path / "report.json").read_text())
+    perplexity = report["perplexity"]
+    assert f"of the whole weights in bfloat16 {perplexity['unquantized']:.5f}" in done.stdout
+    assert (
+        abs(perplexity["model"] / perplexity["exact"] - 1)
+        < 1e-5
+        < abs(perplexity["unquantized"] / perplexity["exact"] - 1)
+    )
+    done = run("inspect_layers", artifact)
+    assert done.returncode == 0, done.stdout

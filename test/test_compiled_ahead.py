@@ -125,7 +125,7 @@ def test_depth_adds_no_part(layers, tmp_path):
     kinds = {}
     graphs = NeuronSmolLM3ForCausalLM(str(tmp_path), build_config(tmp_path, SETTINGS)).get_builder().trace()
     for graph in graphs:
-        steps = plan(graph, kinds)["steps"]
+        steps = plan(graph, kinds, {})["steps"]
         files = [step["file"] for step in steps]
         rope, nope = files[1], files[4]
         assert files[1:-1] == [rope, rope, rope, nope] * (layers // 4) and len(set(files)) == 4

@@ -11,7 +11,18 @@ from places import MODEL
 SRC = MODEL / "src"
 PACKAGE = "smollm3_neuron"
 # From low to high: a room imports from itself and from those before it.
-ORDER = ("errors", "model", "weights", "modeling_smollm3_3b", "machine", "generate", "artifact", "check", "vllm")
+ORDER = (
+    "errors",
+    "model",
+    "weights",
+    "modeling_smollm3_3b",
+    "machine",
+    "generate",
+    "artifact",
+    "check",
+    "batch",
+    "vllm",
+)
 
 
 def module_of(file: Path, source: Path) -> str:

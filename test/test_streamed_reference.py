@@ -16,7 +16,7 @@ from smollm3_neuron.check.reference import load_reference, reference_generate
 from smollm3_neuron.check.streamed_reference import Reference, StreamedModel
 from smollm3_neuron.errors import SmolLM3Error
 from smollm3_neuron.model.smollm3_3b import SMOLLM3_3B
-from smollm3_neuron.weights.cut import cut_checkpoint
+from smollm3_neuron.weights.derived import cut_checkpoint
 
 sys.path.append(str(ROOT / "scripts"))
 from common import make_checkpoint

@@ -180,6 +180,20 @@ def test_the_values_are_transformers_own(bases, tmp_path):
     assert [size > 0 for size in found.spacing_sizes] == found.rope_of_spacing == [True, True, True, False, True]
 
 
+@pytest.mark.parametrize("dtype, ulp", [(torch.float32, 2**-23), (torch.bfloat16, 2**-7)])
+def test_a_value_may_be_off_by_what_inspection_says(dtype, ulp):
+    """Four times transformers' largest error and four units in the last place, as shares of the largest element."""
+    from smollm3_neuron.check.inspection import compared
+
+    key, exact = (0, "layer_input"), torch.tensor([1.0, -8.0, float("-inf")])
+    theirs = exact + torch.tensor([0.008, 0.0, 0.0])
+    for times, wrong in ((0.99, False), (1.01, True)):
+        allowed = 4 * 0.001 + 4 * ulp
+        ours = exact + torch.tensor([0.0, times * allowed * 8, 0.0])
+        (difference,) = compared({key: ours}, {key: theirs}, {key: exact}, dtype).values()
+        assert difference.tolerance == pytest.approx(allowed, rel=1e-4) and difference.is_wrong == wrong
+
+
 def test_the_inspection_of_a_right_model_says_right_whatever_the_prompt(tmp_path):
     """A CPU rounds a product of few rows less: transformers' error must be measured with as many."""
     from transformers import AutoTokenizer
@@ -309,3 +323,18 @@ def test_what_parts_on_a_tie_is_a_near_tie_and_beyond_it_wrong(bases, tmp_path):
     assert (judged.tokens[0], judged.expected[0]) == (other, first) and judged.divergence == 0
     assert judged.margins[0] < 1e-4 and judged.expected_margins[0] < 1e-4
     assert verdict(1e-3).verdict == WRONG
+
+
+def test_a_float64_rotation_is_judged_beside_the_same(tmp_path):
+    """At position 1,000 float32's angles are off by more than float32's products are."""
+    from smollm3_neuron.check.inspection import inspect
+    from smollm3_neuron.check.validation import IDENTICAL, WRONG, Case, Reference, validate
+
+    folder = Path(make_checkpoint(tmp_path / "long", **SMALL, max_position_embeddings=1024, num_hidden_layers=3))
+    app, ranks = load(folder, tmp_path / "weights", seq_len=1024, rope_precision="float64")
+    cases = [Case("prompt", "", [token % 128 for token in tokens(1000, 3)])]
+    verdicts = [
+        validate(app, Reference(folder, torch.float32, rope_table=table), cases, 4).verdict for table in (1024, None)
+    ]
+    assert verdicts == [IDENTICAL, WRONG]
+    assert inspect(app, folder, cases[0].prompt, ranks).is_right

@@ -35,8 +35,9 @@ def _faults(facts: dict[str, Any], schedule: list[int], neuron: dict[str, Any]) 
         if weights != [f"{prefix}.{own}.weight"]:
             yield "projection", f"{'V' if at % 2 else 'K'} of layer {at // 2} comes from {weights}"
     waves = [facts["opcodes"].get(name, 0) for name in ("cosine", "sine")]
-    if waves != ([1, 1] if any(schedule) else [0, 0]):
-        yield "waves", f"{waves} cosines and sines: one each is enough for all layers"
+    is_computed = any(schedule) and neuron.get("rope_precision") != "float64"  # else looked up
+    if waves != ([1, 1] if is_computed else [0, 0]):
+        yield "waves", f"{waves} cosines and sines: one each is enough for all layers, none beside a table of them"
     caches = {str(1 + at): f"kv_mgr.past_key_values.{at}" for at in range(2 * layers)}
     aliased = {str(output): state for output, state in facts["aliased"].items()}
     if aliased != caches or len(facts["outputs"]) != 1 + 2 * layers:

@@ -24,6 +24,7 @@ IN_PARTS = (
     "window-listed-tp1",
     "on-device-sampling-tp1",
     "vocab-parallel-odd-vocabulary-tp1",
+    "rope-float64-tp1",
     "speculation-2-tp1",
 )
 
@@ -198,6 +199,13 @@ FEATURES = [
         )
         for tp in (2, 4)
     ),
+    *(
+        Feature(
+            f"rope-float64-{name}tp{tp}", {"tp_degree": tp, "rope_precision": "float64"}, SHORT_AND_LONG, checkpoint
+        )
+        for name, checkpoint in (("", "plain"), ("yarn-", "yarn"))
+        for tp in (1, 2)
+    ),
     Feature(
         "context-shorter-than-the-cache", {"max_context_length": 40, "tp_degree": 2}, SHORT_AND_LONG, new_tokens=80
     ),
@@ -329,10 +337,10 @@ def on_nxd_cpu(job, folder, place=CPU):
             return model.load_weights(artifact)
         model.load(artifact)
         if place == PARTS:
-            kinds = {}
-            plans = [plan(graph, kinds) for graph in model.graphs]
+            kinds, constants = {}, {}
+            plans = [plan(graph, kinds, constants) for graph in model.graphs]
             parts = {file: Uncompiled(part) for file, part in kinds.items()}
-            model.graphs = [CompiledGraph(plan, parts) for plan in plans]
+            model.graphs = [CompiledGraph(plan, parts, constants) for plan in plans]
             model.load_weights(artifact)
 
     return getattr(model_jobs, job["kind"])(NeuronSmolLM3ForCausalLM, job, 0, folder, compile_and_load)
@@ -388,5 +396,4 @@ def test_all_rope_is_a_llama(random_checkpoints):
 
 def test_random_checkpoints_leave_tying_out(random_checkpoints):
     """transformers does not write the default, so they are what a config without the key is."""
-    config = json.loads(Path(random_checkpoints["plain"], "config.json").read_text())
-    assert "tie_word_embeddings" not in config
+    assert "tie_word_embeddings" not in json.loads(Path(random_checkpoints["plain"], "config.json").read_text())

@@ -111,6 +111,7 @@ CELLS = [
         seq_len=4096,
         options={**PREFIX_CACHING, "pa_num_blocks": 256},
     ),
+    *[Cell(name, 2, label="rope-float64", options={"rope_precision": "float64"}) for name in ("plain", "yarn")],
     *[Cell("plain", 2, label=f"speculation-{length}", options=of) for length, of in SPECULATION.items()],
     Cell("plain", 3, label="speculation-7", options={**SPECULATION[7], **CONTINUOUS}),
     Cell("plain", 2, label="speculation-4-sampling", options={**SPECULATION[4], **GREEDY}),

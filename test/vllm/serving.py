@@ -37,7 +37,7 @@ def missing(sources: list[str], releases: list[Release], versions: tuple[str, ..
     if installed is None:
         return (
             f"needs vLLM {' or '.join(versions)}: make vllm-venv, then .venv-vllm/bin/python -m pytest test/vllm -m "
-            "vllm, or .venv-vllm-0.13/bin/python"
+            "vllm, or .venv-vllm-0.13/bin/python, or with Ray make ray-venv and .venv-ray/bin/python -m pytest -m ray"
         )
     if not sources or not releases:
         return (

@@ -116,15 +116,20 @@ def load_graphs(path: str) -> list[Graph]:
     return [Graph(e["tag"], e["bucket"], e["state_names"], p) for e, p in zip(manifest["graphs"], programs)]
 
 
-def map_shard(path: str) -> dict[str, Tensor]:
-    """A rank's weights, mapped from the file. FileNotFoundError or ValueError naming it."""
+def map_shard(path: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    """A rank's weights, mapped from the file; those of 8 bits become, in memory, the values in `dtype` that they stand
+    for. FileNotFoundError or ValueError naming the file."""
     if not os.path.isfile(path):
         raise FileNotFoundError(f"no sharded checkpoint at {path}")
     try:
         with safe_open(path, "pt") as shard:
-            return {name: shard.get_tensor(name) for name in shard.keys()}
+            tensors = {name: shard.get_tensor(name) for name in shard.keys()}
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged: {error}") from error
+    for name in [name for name in tensors if name.endswith(".scale")]:
+        weight = name.removesuffix("scale") + "weight"
+        tensors[weight] = (tensors[weight].float() * tensors.pop(name)).to(dtype)
+    return tensors
 
 
 class LoadedModel:

@@ -13,14 +13,15 @@ from typing import Any
 import torch
 from neuronx_distributed_inference._graph import Graph
 from neuronx_distributed_inference._products import widen_products
-from torch import fx
+from safetensors.torch import save_file
+from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.graph_signature import InputKind
 
 from . import cache
 from .cut import Part, cut
 from .processes import side_by_side
-from .run import FOLDER, PLAN, cpu_features, product_dtypes
+from .run import CONSTANTS, FOLDER, PLAN, cpu_features, product_dtypes
 
 _aten = torch.ops.aten
 FEW_ROWS, MANY_ROWS = 8, 32
@@ -55,7 +56,8 @@ def compile_ahead(
 
     kinds: dict[str, Part] = {}  # by file
     toolchain = cache.toolchain()
-    plans = [plan(graph, kinds, toolchain) for graph in graphs]
+    constants: dict[str, Tensor] = {}
+    plans = [plan(graph, kinds, constants, toolchain) for graph in graphs]
     on_part(0, len(kinds))
     libraries: dict[str, bytes] = {}
     for file in kinds:
@@ -78,6 +80,8 @@ def compile_ahead(
     target.mkdir()
     for file, library in libraries.items():
         Path(target, file).write_bytes(library)
+    if constants:
+        save_file(constants, Path(target, CONSTANTS))
     products = product_dtypes(sorted(_dtypes_multiplied(kinds.values())))
     Path(target, PLAN).write_text(json.dumps(dict(cpu=sorted(cpu_features()), products=products, graphs=plans)))
 
@@ -103,19 +107,28 @@ def _one_line(error: Exception) -> str:
     return f"the C++ compiler {inner.cmd[0]} failed: {next((line for line in lines if 'error' in line), lines[-1])}"
 
 
-def plan(graph: Graph, kinds: dict[str, Part], toolchain: str = "") -> dict[str, Any]:
-    """How a step runs: values have places in a list, in which those of the arguments come first. Adds to `kinds`."""
+def plan(graph: Graph, kinds: dict[str, Part], constants: dict[str, Tensor], toolchain: str = "") -> dict[str, Any]:
+    """How a step runs: values have places in a list, in which those of the arguments come first.
+
+    Adds to `kinds`, and to `constants` the graph's own tensors by what they hold: two graphs may have the same."""
     program = graph.program
     placeholders = program.graph.find_nodes(op="placeholder")
-    if any(spec.kind != InputKind.USER_INPUT for spec in program.graph_signature.input_specs):
-        raise NotImplementedError("the CPU runtime does not support constants in a graph compiled ahead of time")
+    own = {}
+    for node, spec in zip(placeholders, program.graph_signature.input_specs):
+        if spec.kind != InputKind.USER_INPUT:
+            tensor = program.constants[spec.target].detach().contiguous()
+            own[node.name] = hashlib.sha256(tensor.flatten().view(torch.uint8).numpy()).hexdigest()[:16]
+            constants[own[node.name]] = tensor
     states = {node.name: name for node, name in zip(placeholders[-len(graph.state_names) :], graph.state_names)}
     parts, output = cut(program.graph, states)
     arguments: list[dict | None] = []
     for node in placeholders:
-        value, is_state = node.meta["val"], node.name in states and bool(node.users)
-        argument = dict(name=states.get(node.name), shape=list(value.shape), dtype=_name(value.dtype))
-        arguments.append(argument if is_state else None)
+        value, argument = node.meta["val"], None
+        if node.name in own:
+            argument = dict(constant=own[node.name])
+        elif node.name in states and node.users:
+            argument = dict(name=states[node.name], shape=list(value.shape), dtype=_name(value.dtype))
+        arguments.append(argument)
     last = {name: step for step, part in enumerate(parts) for name in part.inputs}
     places = {node.name: place for place, node in enumerate(placeholders)}
     steps, free, size = [], [], len(placeholders)

@@ -23,7 +23,7 @@ class EagerRanks:
         self.models = []
         for rank in range(app.neuron_config.tp_degree):
             model = app.context_encoding_model._build(app.neuron_config.max_context_length)
-            state = map_shard(str(weights / SHARD_FILE.format(rank=rank)))
+            state = map_shard(str(weights / SHARD_FILE.format(rank=rank)), app.neuron_config.torch_dtype)
             for name, parameter in model.named_parameters():
                 if name.startswith("kv_mgr."):
                     state[name] = torch.zeros(parameter.shape, dtype=parameter.dtype)

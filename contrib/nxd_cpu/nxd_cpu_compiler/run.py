@@ -8,10 +8,13 @@ from pathlib import Path
 
 import torch
 from neuronx_distributed_inference._products import product_dtype
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
 FOLDER = "compiled"
 PLAN = "graphs.json"
+CONSTANTS = "constants.safetensors"
 PART = re.compile(r"[0-9a-f]{16}\.so")
 
 
@@ -32,17 +35,21 @@ def product_dtypes(dtypes: Iterable[str]) -> dict[str, str]:
 class CompiledGraph:
     """One submodel at one bucket, in the place of an exported graph."""
 
-    def __init__(self, plan: dict, parts: dict):
+    def __init__(self, plan: dict, parts: dict, constants: dict[str, Tensor]):
         self.tag, self.bucket = plan["tag"], plan["bucket"]
         self._arguments, self._size, self._output = plan["arguments"], plan["size"], plan["output"]
+        self._constants = constants
         self._steps = [(parts[step["file"]].run, step["inputs"], step["outputs"]) for step in plan["steps"]]
 
     def arguments(self) -> list[tuple[str | None, Tensor | None]]:
         """See `Graph.arguments`."""
-        return [
-            (a["name"], torch.empty(a["shape"], dtype=getattr(torch, a["dtype"]), device="meta")) if a else (None, None)
-            for a in self._arguments
-        ]
+        return [self._argument(argument) if argument else (None, None) for argument in self._arguments]
+
+    def _argument(self, argument: dict) -> tuple[str | None, Tensor]:
+        if "constant" in argument:
+            return None, self._constants[argument["constant"]]
+        dtype = getattr(torch, argument["dtype"])
+        return argument["name"], torch.empty(argument["shape"], dtype=dtype, device="meta")
 
     def __call__(self, *arguments: Tensor) -> Tensor:
         tensors = [*arguments, *[None] * (self._size - len(arguments))]
@@ -92,6 +99,10 @@ def load(folder: str) -> list[CompiledGraph] | None:
     files = {step["file"] for graph in plan["graphs"] for step in graph["steps"]}
     try:
         parts = {file: torch._C._aoti.AOTIModelContainerRunnerCpu(str(path / file), 1) for file in files}
-    except RuntimeError as error:
+        constants = load_file(path / CONSTANTS) if (path / CONSTANTS).is_file() else {}
+        missing = {a["constant"] for graph in plan["graphs"] for a in graph["arguments"] if a and "constant" in a}
+        if missing - constants.keys():
+            raise RuntimeError(f"{CONSTANTS} has no {min(missing - constants.keys())}")
+    except (RuntimeError, SafetensorError) as error:
         raise ValueError(f"{path} cannot be loaded ({str(error).splitlines()[0]}): compile again") from error
-    return [CompiledGraph(graph, parts) for graph in plan["graphs"]]
+    return [CompiledGraph(graph, parts, constants) for graph in plan["graphs"]]

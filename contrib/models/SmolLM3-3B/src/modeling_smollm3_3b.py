@@ -31,8 +31,9 @@ from transformers.models.smollm3.modeling_smollm3 import SmolLM3RMSNorm
 from .errors import SmolLM3Error
 from .model.config import REQUIRED, CheckpointConfig, resolve_config
 from .model.releases import installed_release
-from .model.rope import ScaledRotaryEmbedding
+from .model.rope import RotaryTable, ScaledRotaryEmbedding
 from .model.switches import (
+    ROPE_PRECISIONS,
     check_encoding,
     check_keywords,
     check_sampling,
@@ -52,8 +53,13 @@ def get_rmsnorm_cls():
     return SmolLM3RMSNorm if cpu_mode() else CustomRMSNorm
 
 
-def get_rotary_embedding(config: CheckpointConfig) -> nn.Module:
-    """Returns the library's, or rope.py's for a checkpoint with RoPE scaling, which the library would ignore."""
+def get_rotary_embedding(config: CheckpointConfig, neuron_config: NeuronConfig | None = None) -> nn.Module:
+    """Returns the library's, or rope.py's for a checkpoint with RoPE scaling, which the library would ignore.
+
+    With a `rope_precision` of "float64" it is rope.py's table of all positions.
+    """
+    if getattr(neuron_config, "rope_precision", ROPE_PRECISIONS[0]) == "float64":
+        return RotaryTable(config, neuron_config.max_length)
     if config.rope_scaling is not None:
         return ScaledRotaryEmbedding(config)
     return RotaryEmbedding(
@@ -64,10 +70,15 @@ def get_rotary_embedding(config: CheckpointConfig) -> nn.Module:
 class SmolLM3NeuronConfig(NeuronConfig):
     """The library's NeuronConfig, which would drop a keyword that it does not know with a warning.
 
-    Raises SmolLM3Error for such a keyword.
+    `rope_precision` is this model's own: with "float64" cos and sin are a table that is computed in float64, see
+    model/rope.py. Raises SmolLM3Error for an unknown keyword.
     """
 
-    def __init__(self, **kwargs):
+    rope_precision = ROPE_PRECISIONS[0]  # the default is not saved: the JSON and its digest stay the library's
+
+    def __init__(self, rope_precision: str = ROPE_PRECISIONS[0], **kwargs):
+        if rope_precision != ROPE_PRECISIONS[0]:
+            self.rope_precision = rope_precision
         with quiet_about_keywords():  # what is derived is saved, too, and comes back as a keyword
             super().__init__(**kwargs)
         check_keywords(kwargs, self)
@@ -139,7 +150,7 @@ class NeuronSmolLM3Attention(NeuronAttentionBase):
     def __init__(self, config: SmolLM3InferenceConfig, layer_idx: int):
         rotary_emb = None
         if config.no_rope_layers[layer_idx]:  # 1 means: applies RoPE
-            rotary_emb = get_rotary_embedding(config.checkpoint_config)
+            rotary_emb = get_rotary_embedding(config.checkpoint_config, config.neuron_config)
         super().__init__(
             config=config,
             hidden_size=config.hidden_size,

@@ -4,6 +4,7 @@
 import os
 
 import torch
+from neuronx_distributed._cpu import refuse
 from neuronx_distributed._shard import SHARD_FILE, shard_checkpoint
 from torch import nn
 
@@ -26,6 +27,7 @@ class _Builder:
 
     def shard_checkpoint(self, serialize_path: str | None = None) -> list[dict[str, torch.Tensor]]:
         """The ranks' state dicts; with a path they are written there instead of returned."""
+        refuse(quantized=self._app.neuron_config.quantized)  # it reads 8-bit shards, and makes none
         first, count = self._app.neuron_config.start_rank_id, self._app.neuron_config.local_ranks_size
         model = self._app.models[0]._build(bucket=1)  # for its parameters only
         return shard_checkpoint(self._app.checkpoint_loader_fn(), model, range(first, first + count), serialize_path)
@@ -99,7 +101,8 @@ class NeuronApplicationBase(nn.Module):
             raise NotImplementedError("the CPU runtime does not support start_rank_id and local_ranks_size")
         if self.neuron_config.save_sharded_checkpoint:
             folder = os.path.join(compiled_model_path, "weights")
-            shards = [map_shard(f"{folder}/{SHARD_FILE.format(rank=rank)}") for rank in range(tp_degree)]
+            files = [f"{folder}/{SHARD_FILE.format(rank=rank)}" for rank in range(tp_degree)]
+            shards = [map_shard(file, self.neuron_config.torch_dtype) for file in files]
         else:
             shards = self.get_builder().shard_checkpoint()
         self.traced_model = LoadedModel(self.graphs, shards, tp_degree)

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import SmolLM3Error
 from ..model.config import CheckpointConfig, fields_for_transformers, read_config
-from ..weights.digests import sampled_sha256, sha256
+from ..weights.digests import sampled_sha256, sha256, shard_entry
 from ..weights.files import INDEX_FILE
 from .compiled_graphs import check_graphs, compile_graphs, reason_to_keep_exported
 from .folder import Artifact, open_artifact
@@ -50,9 +50,9 @@ def build_config(folder: Path, settings: Settings):
     keywords = {**settings.keywords(), "torch_dtype": getattr(torch, settings.torch_dtype)}
     if settings.quantized:  # the library wants a path, and reads it only if it is to shard
         keywords["quantized_checkpoints_path"] = str(folder)
-    # the library is told to skip sharding: shard_writer.py does it
+    # the library is told to skip sharding: shard_writer.py does it, but for adapters
     neuron_config = SmolLM3InferenceConfig.get_neuron_config_cls()(
-        save_sharded_checkpoint=True, skip_sharding=True, **keywords
+        save_sharded_checkpoint=True, skip_sharding=settings.lora_config is None, **keywords
     )
     hf_config = SmolLM3Config.from_dict(fields_for_transformers(folder))
     return SmolLM3InferenceConfig(neuron_config, load_config=load_pretrained_config(hf_config=hf_config))
@@ -85,7 +85,14 @@ def compile_artifact(
     settings = settings.checked(checkpoint_config)
     _check_place(settings, place)
     adapter = _open_adapter(merge_adapter, checkpoint_config)
-    made_of = _made_of(folder, settings, place, name or str(folder), revision, adapter)
+    if settings.lora_config and (adapter or weights_only):
+        raise SmolLM3Error(
+            "adapters that are served unmerged are sharded with the weights by the library, as the graphs are "
+            "compiled: merge none, and do not keep the graphs"
+        )
+    served = (settings.lora_config or {}).get("lora_ckpt_paths", {})
+    lora = {called: _open_adapter(Path(path), checkpoint_config).identity for called, path in served.items()}
+    made_of = _made_of(folder, settings, place, name or str(folder), revision, adapter, lora)
     standing = _standing(output, place, made_of, weights_only)
     if standing and not weights_only:
         callbacks.on_step("nothing to do: the same artifact is there already")
@@ -118,10 +125,6 @@ def _check_place(settings: Settings, place: str) -> None:
         raise SmolLM3Error(
             f"ctx_batch_size is {settings.ctx_batch_size}: is_continuous_batching on a device takes 1 prompt at a time"
         )
-    if place == "cpu" and settings.quantized:
-        raise SmolLM3Error(
-            "quantized: the CPU runtime computes with whole weights only; leave it out with --device cpu"
-        )
 
 
 def _open_adapter(merge_adapter: Path | None, config: CheckpointConfig) -> Any:
@@ -133,11 +136,17 @@ def _open_adapter(merge_adapter: Path | None, config: CheckpointConfig) -> Any:
 
 
 def _made_of(
-    folder: Path, settings: Settings, place: str, name: str, revision: str | None, adapter: Any
+    folder: Path,
+    settings: Settings,
+    place: str,
+    name: str,
+    revision: str | None,
+    adapter: Any,
+    lora: dict[str, dict[str, Any]],
 ) -> dict[str, Any]:
     """Returns what tells the artifact from any other, as its manifest has it."""
     model = {"name": name, "folder": str(folder), "revision": revision, **_identity(folder)}
-    model["adapter"] = adapter and adapter.identity
+    model["adapter"], model["lora"] = adapter and adapter.identity, lora
     weight_bytes = sum(file["size"] for file in model["weights"])
     return {
         "format": FORMAT,
@@ -181,6 +190,8 @@ def _write_weights(
     """Writes the ranks' shards; returns their entries for the manifest."""
     from ..weights.shard_writer import shard_bytes, write_shards
 
+    if config.neuron_config.lora_config is not None:
+        return {f"weights/{file.name}": shard_entry(file) for file in sorted((staging / "weights").iterdir())}
     callbacks.on_step("sharding the weights")
     configs = config.checkpoint_config, config.neuron_config
     total = shard_bytes(*configs)

@@ -67,6 +67,16 @@ class Artifact:
         return (self.manifest["model"].get("adapter") or {}).get("folder")
 
     @property
+    def alterations(self) -> dict[str, Any]:
+        """What makes its model another than the checkpoint's, as `check.streamed_reference` takes it."""
+        settings = self.settings
+        return {
+            "adapter": self.adapter,
+            "quantized": settings if settings.quantized else None,
+            "rope_table": settings.seq_len if settings.rope_precision == "float64" else None,
+        }
+
+    @property
     def vocab_size(self) -> int:
         """How many logits the model returns."""
         return self._json("neuron_config.json")["vocab_size"]

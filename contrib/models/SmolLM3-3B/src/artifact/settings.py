@@ -39,12 +39,14 @@ class Settings:
     async_mode: bool = False
     attn_kernel_enabled: bool = False  # trn1 and inf2 have none that compiles, see model/switches.py
     windowed_context_encoding_size: int | None = None
+    rope_precision: str = "float32"  # of cos and sin; "float64": a table, see model/rope.py
     padded_intermediate_size: int | None = None  # MLPs padded with zeros up to it; None: as the checkpoint has them
     apply_seq_ids_mask: bool = False  # a token step keeps the lines that it leaves out
     is_prefix_caching: bool = False  # with the block KV layout
     speculation_length: int = 0  # tokens that one graph verifies at once, see generate/speculation.py; 0: none
     pa_block_size: int | None = None  # None: 32 with prefix caching
     pa_num_blocks: int | None = None  # None: enough for batch_size requests of seq_len
+    lora_config: dict[str, Any] | None = None  # LoRA adapters served unmerged, see serving_config of weights/adapter.py
     quantized: bool = False
     quantization_type: str = "per_tensor_symmetric"
     quantization_dtype: str = "int8"
@@ -67,7 +69,10 @@ class Settings:
         ):
             least = 1 if name == "batch_size" else 2
             if not least <= value <= largest:
-                raise SmolLM3Error(f"{name} is {value}, allowed is a whole number from {least} to {largest}")
+                hint = ""
+                if name == "seq_len" and value > largest and config.rope_scaling is None:
+                    hint = f"; compile.py --context {value} stretches the model to that by YaRN"
+                raise SmolLM3Error(f"{name} is {value}, allowed is a whole number from {least} to {largest}{hint}")
         ctx_batch_size = self._checked_ctx_batch_size()
         self._check_sampling()
         check_quantization(config, self)

@@ -2,9 +2,11 @@
 """transformers as the reference where its whole model has no room: its own layers, one at a time, from the files.
 
 A pass takes all cases through one layer before it reads the next one, so the weights of one layer are in memory, or
-those of the head. The logits are those of the whole model, bit for bit.
+those of the head. The logits are those of the whole model, bit for bit, to ROWS positions. A longer prompt takes memory
+that grows with its length, never with the square of it: there is no mask, and the MLPs run in pieces.
 """
 
+import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,15 +14,17 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, SmolLM3Config
+from transformers import AutoModelForCausalLM, DynamicCache, SmolLM3Config
 
 from ..model.config import fields_for_transformers, read_config
+from ..model.rope import RotaryTable
 from ..weights.checkpoint import check_checkpoint
 from ..weights.files import PREFIX
 from .altered_reference import Alteration
 
 WIDER = {torch.float32: torch.float64, torch.bfloat16: torch.float32, torch.float16: torch.float32}
 # from prompts and what each was answered so far to how the model goes on with that
+ROWS = 4096  # up to as many positions the logits are those of the whole model bit for bit
 Draft = Callable[[list[list[int]], list[list[int]]], list[list[int]]]
 
 
@@ -37,12 +41,38 @@ class _Outline(nn.Module):
         return hidden_states
 
 
+def _through(layer: nn.Module, states: Tensor, given: dict[str, Any], singly: int) -> Tensor:
+    """Returns what a layer makes of `states`, the last `singly` positions one at a time over transformers' cache."""
+    length, cache, parts = states.shape[1], DynamicCache() if singly else None, []
+    first = length - singly
+    for begin, end in [(0, first), *((position, position + 1) for position in range(first, length))]:
+        own = dict(given)
+        if cache is not None:
+            own |= {"past_key_values": cache, "use_cache": True}
+            own["position_ids"] = given["position_ids"][:, begin:end]
+            own["cache_position"] = given["cache_position"][begin:end]
+            own["position_embeddings"] = tuple(wave[:, begin:end] for wave in given["position_embeddings"])
+            if given["attention_mask"] is not None:
+                own["attention_mask"] = given["attention_mask"][..., begin:end, :end]
+        output = layer(states[:, begin:end], **own)
+        parts.append(output if torch.is_tensor(output) else output[0])
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def _in_pieces(mlp: Callable[[Tensor], Tensor], hidden_states: Tensor) -> Tensor:
+    """Runs an MLP over at most ROWS positions at a time: of a long prompt its neurons would be the most in memory."""
+    if hidden_states.shape[1] <= ROWS:
+        return mlp(hidden_states)
+    return torch.cat([mlp(rows) for rows in hidden_states.split(ROWS, dim=1)], dim=1)
+
+
 class StreamedModel:
     """transformers' model of the checkpoint in `folder`, in `dtype`, of which one layer is in memory at a time.
 
-    `adapter` and `quantized` alter its weights as in `load_altered_reference`. `layers`, `norm` and `lm_head` are
-    transformers' own modules, for hooks. Raises SmolLM3Error for a checkpoint or an adapter that does not fit, and for
-    files that are damaged.
+    `adapter` and `quantized` alter its weights as in `load_altered_reference`; with `rope_table` cos and sin are those
+    of a RotaryTable of so many positions, see model/rope.py. `layers`, `norm` and `lm_head` are transformers' own
+    modules, for hooks. Raises SmolLM3Error for a checkpoint or an adapter that does not fit, and for files that are
+    damaged.
     """
 
     def __init__(
@@ -51,6 +81,7 @@ class StreamedModel:
         dtype: torch.dtype,
         adapter: str | Path | None = None,
         quantized: Any = None,
+        rope_table: int | None = None,
     ):
         config = read_config(folder)
         self.dtype, self.is_tied = dtype, config.tie_word_embeddings
@@ -62,10 +93,14 @@ class StreamedModel:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(transformers_config, dtype=dtype).eval()
         self.layers, self.norm, self.lm_head = model.model.layers, model.model.norm, model.lm_head
+        for layer in self.layers:
+            layer.mlp.forward = functools.partial(_in_pieces, layer.mlp.forward)
         self._model = model.model
         self._model.layers = nn.ModuleList(_Outline(layer.attention_type) for layer in self.layers)
         self._model.norm = nn.Identity()
-        self._model.rotary_emb = type(self._model.rotary_emb)(transformers_config)
+        self._model.rotary_emb = (
+            RotaryTable(config, rope_table) if rope_table else type(self._model.rotary_emb)(transformers_config)
+        )
 
     def _stored(self, name: str) -> Tensor:
         """Returns a tensor as it is stored, mapped from its file."""
@@ -84,22 +119,26 @@ class StreamedModel:
         module.load_state_dict(state, assign=True)
 
     @torch.no_grad()
-    def logits(self, inputs: Sequence[Sequence[int]], keep: Sequence[int | Tensor]) -> Iterator[Tensor]:
+    def logits(
+        self, inputs: Sequence[Sequence[int]], keep: Sequence[int | Tensor], one_by_one: bool = False
+    ) -> Iterator[Tensor]:
         """Yields the logits [positions, vocab_size] of each of `inputs` (token ids), in order, in one pass.
 
         `keep` has for each what transformers' logits_to_keep takes: how many of the last positions, or their indices.
+        With `one_by_one`, where it is how many, those positions run as transformers generates: each over its cache.
         """
         embeddings = self._alteration.merged("embed_tokens.weight", self._stored("embed_tokens.weight"), self.dtype)
         hidden = [embeddings[torch.tensor(ids)].to(self.dtype)[None] for ids in inputs]
         given = []
         for states in hidden:
-            self._model(inputs_embeds=states, use_cache=False)
+            # told that nothing is padding, and only then, transformers makes no mask of the length squared
+            nothing_padded = torch.ones(states.shape[:2], dtype=torch.long)
+            self._model(inputs_embeds=states, attention_mask=nothing_padded, use_cache=False)
             given.append([outline.given for outline in self._model.layers])
         for index, layer in enumerate(self.layers):
             self._fill(layer, f"layers.{index}")
             for case, of_layers in enumerate(given):
-                output = layer(hidden[case], **of_layers[index])
-                hidden[case] = output if torch.is_tensor(output) else output[0]
+                hidden[case] = _through(layer, hidden[case], of_layers[index], keep[case] if one_by_one else 0)
             layer.to("meta")
         self._fill(self.norm, "norm")
         hidden = [self.norm(states) for states in hidden]
@@ -112,16 +151,21 @@ class StreamedModel:
 
 
 class Reference:
-    """transformers in `dtype` and in the next wider one, with the weights that `StreamedModel` gives it.
+    """transformers in `dtype` and in the next wider one, altered as `StreamedModel` says.
 
-    `passes` counts by dtype how often all layers were read.
+    `passes` counts by dtype how often all layers were read. `unquantized` is None, or beside 8-bit weights the same
+    model without them, in bfloat16. `earlier` has, by dtype and prompt, the logits of up to so many positions before
+    the answer, where that is asked for: of one prompt alone they are more to measure by. They and the answer's then run
+    one by one, as the model's own: over many keys that rounds otherwise than all positions at once.
     """
 
-    def __init__(
-        self, folder: str | Path, dtype: torch.dtype, adapter: str | Path | None = None, quantized: Any = None
-    ):
+    def __init__(self, folder: str | Path, dtype: torch.dtype, *, earlier: int = 0, **altered: Any):
+        self._earlier, self.earlier = earlier, {}
         self.dtype, self.wider = dtype, WIDER[dtype]
-        self._models = {one: StreamedModel(folder, one, adapter, quantized) for one in (dtype, self.wider)}
+        self._models = {one: StreamedModel(folder, one, **altered) for one in (dtype, self.wider)}
+        self.unquantized = None
+        if altered.get("quantized"):
+            self.unquantized = StreamedModel(folder, torch.bfloat16, **{**altered, "quantized": None})
         self._greedy: dict[tuple, list[int]] = {}
         self.passes = dict.fromkeys(self._models, 0)
 
@@ -131,7 +175,13 @@ class Reference:
         """Yields, in `dtype`, the logits [len(tokens), vocab_size] that choose each of its tokens after each prompt."""
         self.passes[dtype] += 1
         inputs = [[*prompt, *forced[:-1]] for prompt, forced in zip(prompts, tokens)]
-        return self._models[dtype].logits(inputs, [len(forced) for forced in tokens])
+        before = [min(self._earlier, len(prompt) - 1) for prompt in prompts]
+        kept = [len(forced) + count for forced, count in zip(tokens, before)]
+        passed = self._models[dtype].logits(inputs, kept, one_by_one=bool(self._earlier))
+        for prompt, count, logits in zip(prompts, before, passed):
+            if self._earlier:
+                self.earlier[dtype, tuple(prompt)] = logits[:count]
+            yield logits[count:]
 
     def answers(
         self,

@@ -110,6 +110,7 @@ def generate(
     keep_logits: bool = False,
     tokenizer=None,
     prompt_lookup: int | None = None,
+    adapter_ids: Sequence[int] | None = None,
 ) -> list[Generated]:
     """Returns the new tokens of each prompt (token ids), which it runs in groups of the model's batch size.
 
@@ -118,8 +119,9 @@ def generate(
     forcing) has, for each prompt, the tokens that are fed in the place of the model's own choices, as many of which
     come back. With `keep_logits` the results hold the logits. `tokenizer` is needed where the sampling has stop
     strings, with which an answer ends, too. `prompt_lookup` is how many candidates a step may verify, see
-    speculation.py: the tokens stay the same; with `forced` the candidates are the tokens that are fed. A call from
-    another thread waits until this one has its answers: the model has one KV cache.
+    speculation.py: the tokens stay the same; with `forced` the candidates are the tokens that are fed. `adapter_ids`
+    has for each prompt the place of its adapter in the model's `lora_config`; without them no prompt has any. A call
+    from another thread waits until this one has its answers: the model has one KV cache.
 
     Raises SmolLM3Error for an empty prompt, one longer than max_context_length, a token that the vocabulary has not,
     for what the model's on-device sampling cannot do, and for candidates that it cannot verify; NotANumber where the
@@ -127,14 +129,10 @@ def generate(
     """
     neuron_config = model.config.neuron_config
     check_prompts(prompts, max_new_tokens, neuron_config.max_context_length)
-    for index, prompt in enumerate(prompts):
-        if not 0 <= min(prompt) <= max(prompt) < model.config.vocab_size:
-            raise SmolLM3Error(
-                f"prompt {index} has tokens from {min(prompt)} to {max(prompt)}, allowed is 0 to "
-                f"{model.config.vocab_size - 1}: is the tokenizer another model's?"
-            )
+    _check_tokens(prompts, model.config.vocab_size)
     if prompt_lookup is not None:
         check_prompt_lookup(prompt_lookup, neuron_config.speculation_length)
+    adapter_ids = _checked_adapter_ids(getattr(neuron_config, "lora_config", None), adapter_ids, len(prompts))
     stops = sampling.stops(tokenizer)
     results = [Generated() for _ in prompts]
     with turn(model):
@@ -154,8 +152,34 @@ def generate(
                 keep_logits=keep_logits,
                 stops=stops,
                 prompt_lookup=prompt_lookup,
+                adapter_ids=adapter_ids and adapter_ids[group],
             ).run()
     return results
+
+
+def _check_tokens(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
+    for index, prompt in enumerate(prompts):
+        if not 0 <= min(prompt) <= max(prompt) < vocab_size:
+            raise SmolLM3Error(
+                f"prompt {index} has tokens from {min(prompt)} to {max(prompt)}, allowed is 0 to {vocab_size - 1}: is "
+                "the tokenizer another model's?"
+            )
+
+
+def _checked_adapter_ids(lora_config: Any, adapter_ids: Sequence[int] | None, count: int) -> list[int] | None:
+    """Returns an adapter's id per prompt, or None for a model without adapters: the id after the last is none."""
+    if lora_config is None:
+        if adapter_ids is not None:
+            raise SmolLM3Error("adapter_ids are given, but the model was compiled without adapters; leave them out")
+        return None
+    none = len(lora_config.lora_ckpt_paths)
+    adapter_ids = [none] * count if adapter_ids is None else list(adapter_ids)
+    if len(adapter_ids) != count or not all(0 <= id_ < lora_config.max_loras for id_ in adapter_ids):
+        raise SmolLM3Error(
+            f"adapter_ids is {adapter_ids}, allowed is one for each of {count} prompts, from 0 to "
+            f"{lora_config.max_loras - 1}"
+        )
+    return adapter_ids
 
 
 class _Group:
@@ -177,6 +201,7 @@ class _Group:
         keep_logits: bool,
         stops: StopStringCriteria | None,
         prompt_lookup: int | None,
+        adapter_ids: Sequence[int] | None,
     ):
         self.model, self.prompts, self.results = model, prompts, results
         self.eos_token_ids, self.pad_token_id, self.stops = eos_token_ids, pad_token_id, stops
@@ -190,6 +215,8 @@ class _Group:
         else:
             self.choose = _Chooser(sampling, prompts, self.limits, eos_token_ids, suppress_tokens)
             self.inputs = {}
+        if adapter_ids is not None:
+            self.inputs = {**self.inputs, "adapter_ids": torch.tensor(adapter_ids, dtype=torch.int32)}
         self.tables = BlockTables(neuron_config, prompts, self.limits) if neuron_config.is_prefix_caching else None
         self.width = neuron_config.speculation_length if prompt_lookup else 1
         self.lookup = PromptLookup(prompt_lookup, count) if prompt_lookup else None

@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scaled rotary embeddings, with transformers' own `ROPE_INIT_FUNCTIONS` as the formula. No Neuron import.
 
-The modules are called inside the traced forward, on the device of their input. So the frequencies are computed in the
-graph from scalars, as NxD Inference's own rotary modules do it, and no tensor is baked in.
+The modules are called inside the traced forward, on the device of their input. `ScaledRotaryEmbedding` computes the
+frequencies in the graph from scalars, as NxD Inference's own rotary modules do it, and no tensor is baked in.
+`RotaryTable` is computed in float64, which a device has not: its rows are looked up.
 """
 
+import functools
+import json
 import math
+from dataclasses import asdict
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from .config import CheckpointConfig
@@ -60,3 +65,51 @@ class ScaledRotaryEmbedding(nn.Module):
         angles = position_ids[:, :, None].float() * inv_freq.float()
         angles = torch.cat((angles, angles), dim=-1)
         return (angles.cos() * attention_factor).to(x.dtype), (angles.sin() * attention_factor).to(x.dtype)
+
+
+class _InFloat64(TorchFunctionMode):
+    """Makes float64 of every float32 that is asked for by name, as transformers' formulas do."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        function = torch.Tensor.double if function is torch.Tensor.float else function
+        wider = [torch.float64 if value is torch.float32 else value for value in args]
+        named = {name: torch.float64 if value is torch.float32 else value for name, value in (kwargs or {}).items()}
+        return function(*wider, **named)
+
+
+def parameters_in_float64(config: CheckpointConfig) -> tuple[torch.Tensor, float]:
+    """Returns the inverse frequencies [head_dim / 2] in float64, and the attention factor."""
+    rope_type = "default" if config.rope_scaling is None else config.rope_scaling["rope_type"]
+    cpu = torch.device("cpu")
+    with cpu, _InFloat64():
+        return ROPE_INIT_FUNCTIONS[rope_type](config, cpu)
+
+
+@functools.lru_cache(maxsize=2)
+def _table(config_json: str, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns cos and sin [positions, head_dim / 2], float32: every layer's module has the same two."""
+    inv_freq, attention_factor = parameters_in_float64(CheckpointConfig(**json.loads(config_json)))
+    angles = torch.arange(positions, dtype=torch.float64, device="cpu")[:, None] * inv_freq
+    return (angles.cos() * attention_factor).float(), (angles.sin() * attention_factor).float()
+
+
+class RotaryTable(nn.Module):
+    """cos and sin of the positions 0 to `positions` - 1, scaled or not, computed in float64 and kept in float32.
+
+    In float32 an angle at position 131,071 is off by up to 8e-3, as transformers' and NxD Inference's are; here cos
+    and sin are rounded once. Both tables are constants of each graph, 4 * head_dim bytes per position together.
+    """
+
+    def __init__(self, config: CheckpointConfig, positions: int):
+        super().__init__()
+        self.config = config
+        cos, sin = _table(json.dumps(asdict(config)), positions)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    @torch.no_grad()
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Maps position_ids [batch, seq] to cos and sin [batch, seq, head_dim] in the dtype of `x`."""
+        halves = (nn.functional.embedding(position_ids, table) for table in (self.cos, self.sin))
+        cos, sin = (torch.cat((half, half), dim=-1).to(x.dtype) for half in halves)
+        return cos, sin

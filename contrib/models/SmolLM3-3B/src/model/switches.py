@@ -24,6 +24,7 @@ WITHOUT_SPECULATION = (
     ("windowed_context_encoding_size", "the two were never checked together"),
     ("lora_config", "the two were never checked together"),
 )
+ROPE_PRECISIONS = ("float32", "float64")
 SILU_KERNELS = ("mlp_kernel_enabled", "mlp_tkg_nki_kernel_enabled", "quantized_mlp_kernel_enabled")
 # docs/device_facts.md has the sources
 KERNEL_REPORTS = (
@@ -157,6 +158,7 @@ def check_encoding(neuron_config: Any) -> None:
     `neuron_config` is a NeuronConfig, or the settings of an artifact, which have its names.
     """
     window = neuron_config.windowed_context_encoding_size
+    _check_rope_precision(neuron_config)
     if neuron_config.sequence_parallel_enabled:
         _check_divisible(neuron_config, "sequence_parallel_enabled", "tp_degree", neuron_config.tp_degree)
     if window is not None:
@@ -189,6 +191,17 @@ def check_encoding(neuron_config: Any) -> None:
         )
     if neuron_config.speculation_length:
         _check_speculation(neuron_config)
+
+
+def _check_rope_precision(neuron_config: Any) -> None:
+    precision = getattr(neuron_config, "rope_precision", ROPE_PRECISIONS[0])
+    if precision not in ROPE_PRECISIONS:
+        raise SmolLM3Error(f"rope_precision is {precision!r}, allowed is {' or '.join(map(repr, ROPE_PRECISIONS))}")
+    if precision == "float64" and getattr(neuron_config, "attn_tkg_builtin_kernel_enabled", False):
+        raise SmolLM3Error(
+            "rope_precision is 'float64', but the kernel of attn_tkg_builtin_kernel_enabled computes cos and sin "
+            "itself; leave one of them out"
+        )
 
 
 def _check_divisible(neuron_config: Any, switch: str, divisor_name: str, divisor: int) -> None:

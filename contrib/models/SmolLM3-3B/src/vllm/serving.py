@@ -65,24 +65,46 @@ def override(settings: Settings) -> dict[str, Any]:
     }
 
 
+def engine_arguments(artifact: Artifact) -> dict[str, Any]:
+    """Returns vLLM's arguments for an artifact, by the names of its EngineArgs and of its server's FrontendArgs."""
+    settings, folder = artifact.settings, artifact.path.resolve()
+    arguments = {"model": artifact.manifest["model"]["folder"]}
+    arguments |= {_argument(flag): getattr(settings, name) for name, flag in FLAGS.items()}
+    arguments |= dict(
+        max_num_batched_tokens=settings.seq_len,
+        enable_chunked_prefill=False,
+        enable_prefix_caching=settings.is_prefix_caching,
+    )
+    if settings.is_prefix_caching:
+        arguments["block_size"] = settings.pa_block_size
+    if overridden := override(settings):
+        arguments["additional_config"] = {"override_neuron_config": overridden}
+    if (folder / VLLM_TEMPLATE).is_file():
+        arguments |= dict(
+            chat_template=str(folder / VLLM_TEMPLATE),
+            reasoning_parser="qwen3",
+            tool_parser_plugin=str(Path(__file__).with_name("tool_parser.py")),
+            enable_auto_tool_choice=True,
+            tool_call_parser="smollm3",
+        )
+    return arguments
+
+
+def _argument(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
+
+
 def serve_command(artifact: Artifact) -> str:
     """Returns the command line that serves the artifact."""
-    settings, folder = artifact.settings, artifact.path.resolve()
-    words = ["vllm", "serve", artifact.manifest["model"]["folder"]]
-    for name, flag in FLAGS.items():
-        words += [flag, str(getattr(settings, name))]
-    words += ["--max-num-batched-tokens", str(settings.seq_len), "--no-enable-chunked-prefill"]
-    if settings.is_prefix_caching:
-        words += ["--enable-prefix-caching", "--block-size", str(settings.pa_block_size)]
-    else:
-        words.append("--no-enable-prefix-caching")
-    if overridden := override(settings):
-        words += ["--additional-config", json.dumps({"override_neuron_config": overridden})]
-    if (folder / VLLM_TEMPLATE).is_file():
-        words += ["--chat-template", str(folder / VLLM_TEMPLATE), "--reasoning-parser", "qwen3"]
-        words += ["--tool-parser-plugin", str(Path(__file__).with_name("tool_parser.py"))]
-        words += ["--enable-auto-tool-choice", "--tool-call-parser", "smollm3"]
-    return f"{FOLDER}={shlex.quote(str(folder))} {shlex.join(words)}"
+    arguments = engine_arguments(artifact)
+    words = ["vllm", "serve", arguments.pop("model")]
+    for name, value in arguments.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            words += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    return f"{FOLDER}={shlex.quote(str(artifact.path.resolve()))} {shlex.join(words)}"
 
 
 def check_folder(config: Any) -> None:

@@ -7,6 +7,7 @@ the embedding and the head change each for itself, as in PEFT's forward before m
 
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,12 @@ class Adapter:
     def identity(self) -> dict[str, str]:
         """Returns its folder and its files' digests, which tell it from any other."""
         return {"folder": str(self.folder), **{name: sha256(self.folder / name) for name in (CONFIG, WEIGHTS)}}
+
+    @property
+    def rank(self) -> int:
+        """Returns the largest rank of its pairs, at least 1."""
+        halves = (roles[role] for roles in self.roles.values() for role in ("a", "embedding_a") if role in roles)
+        return max((self._shape(key)[0] for key in halves), default=1)
 
     def merged(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> Any:
         """Merges the adapter into `tensor`, the checkpoint's of that name (without prefix).
@@ -183,6 +190,26 @@ class Adapter:
                     )
             if "magnitude" in roles and "a" not in roles:
                 raise SmolLM3Error(f"{self.folder}: {roles['magnitude']}: use_dora on an embedding is not supported")
+
+
+def serving_config(folders: Mapping[str, Path], config: CheckpointConfig, batch_size: int) -> dict[str, Any]:
+    """Returns the `lora_config` (fields of LoraServingConfig) that serves the adapters in these folders, by name.
+
+    An adapter's id is its name's place in `lora_ckpt_paths`, which are sorted; the id after the last is a place of
+    zeros, for rows that are to have none. Raises SmolLM3Error for an adapter that does not fit the checkpoint.
+    """
+    adapters = {name: Adapter(folders[name].absolute(), config) for name in sorted(folders)}
+    ranks = [adapter.rank for adapter in adapters.values()]
+    targets = {
+        name.split(".")[-2] for adapter in adapters.values() for name, roles in adapter.roles.items() if "a" in roles
+    }
+    return {
+        "max_loras": len(adapters) + 1,
+        "max_lora_rank": max(ranks),
+        "batch_size": batch_size,
+        "target_modules": sorted(targets),
+        "lora_ckpt_paths": {name: str(adapter.folder) for name, adapter in adapters.items()},
+    }
 
 
 def check_serving(config: CheckpointConfig, neuron_config: Any) -> None:

@@ -5,6 +5,7 @@ import hashlib
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # 4 MB of a file, in milliseconds
 LONGEST_HEADER = 100_000_000  # that safetensors takes
@@ -37,6 +38,14 @@ def sampled_sha256(path: Path) -> str:
             file.seek(offset)
             digest.update(file.read(SAMPLE_BYTES))
     return digest.hexdigest()
+
+
+def shard_entry(path: Path) -> dict[str, Any]:
+    """Returns the entry of a rank's safetensors file in an artifact's manifest, as `write_shards` makes it."""
+    with open(path, "rb") as file:
+        header = 8 + min(int.from_bytes(file.read(8), "little"), LONGEST_HEADER)
+    size = path.stat().st_size
+    return {"size": size, "crc32": crc32(path), "header": {"size": header, "sha256": sha256(path, header)}}
 
 
 def _read(path: Path, size: int | None = None) -> Iterator[bytes]:

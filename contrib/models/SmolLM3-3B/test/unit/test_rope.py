@@ -1,5 +1,7 @@
 """Scaled rotary embeddings against transformers, and how far either is from float64."""
 
+import math
+
 import pytest
 import torch
 from transformers import SmolLM3Config
@@ -7,7 +9,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.smollm3.modeling_smollm3 import SmolLM3RotaryEmbedding
 
 from smollm3_neuron.model.config import resolve_config
-from smollm3_neuron.model.rope import ScaledRotaryEmbedding
+from smollm3_neuron.model.rope import RotaryTable, ScaledRotaryEmbedding
 from smollm3_neuron.model.smollm3_3b import SMOLLM3_3B
 
 SCALINGS = {
@@ -79,3 +81,51 @@ def test_without_scaling_they_are_neither(capsys):
     found = errors(ours, theirs, inv_freq, 1.0)
     report(found, capsys)
     assert found[0] <= found[1]
+
+
+def frequencies_by_hand(scaling) -> tuple[list[float], float]:
+    """YaRN's inverse frequencies (arXiv 2309.00071, section 3.2) or unscaled ones for 64 pairs, and the attention
+    factor (3.4), in Python's floats, which are float64."""
+    plain = [5e6 ** (-pair / 64) for pair in range(64)]
+    if scaling is None:
+        return plain, 1.0
+
+    def pair_of(turns: float) -> float:
+        return 64 * math.log(65536 / (turns * 2 * math.pi)) / math.log(5e6)
+
+    first, last = math.floor(pair_of(32)), math.ceil(pair_of(1))
+    ramp = [min(1.0, max(0.0, (pair - first) / (last - first))) for pair in range(64)]
+    return [f * (1 - r) + f / 2 * r for f, r in zip(plain, ramp)], 0.1 * math.log(2) + 1
+
+
+@pytest.mark.parametrize("name", [None, "yarn as the model card has it"])
+@pytest.mark.parametrize("position", [7, 70000, 131071])
+def test_the_table_is_float64s_and_transformers_is_not(name, position):
+    scaling = SCALINGS.get(name)
+    values = dict(rope_theta=5e6, rope_scaling=scaling, max_position_embeddings=65536, head_dim=128)
+    inv_freq, factor = frequencies_by_hand(scaling)
+    exact = [
+        torch.tensor([f(position * w) * factor for w in inv_freq], dtype=torch.float64) for f in (math.cos, math.sin)
+    ]
+
+    def error(module) -> float:
+        found = module(torch.zeros(1), torch.tensor([[position]]))
+        halves = [half for table in found for half in table[0, 0].double().chunk(2)]
+        wanted = [exact[0], exact[0], exact[1], exact[1]]
+        return max(float((half - right).abs().max()) for half, right in zip(halves, wanted))
+
+    ours = RotaryTable(resolve_config({**SMOLLM3_3B, **values}), 131072)
+    assert error(ours) <= 1e-7
+    if position > 7:
+        assert error(SmolLM3RotaryEmbedding(SmolLM3Config(**values))) > 1e-3
+
+
+@pytest.mark.parametrize("scaling", [None, *SCALINGS.values()], ids=["none", *SCALINGS])
+def test_the_table_has_transformers_formula_of_every_scaling(scaling):
+    """At near positions, where float32 is good: a formula that was another one would be far off."""
+    values = dict(rope_theta=5e6, rope_scaling=scaling, max_position_embeddings=65536, head_dim=128)
+    positions = torch.arange(64)[None]
+    ours = RotaryTable(resolve_config({**SMOLLM3_3B, **values}), 64)(torch.zeros(1), positions)
+    theirs = SmolLM3RotaryEmbedding(SmolLM3Config(**values))(torch.zeros(1), positions)
+    for found, expected in zip(ours, theirs):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)

@@ -65,6 +65,7 @@ def test_what_is_filled_in(settings, expected):
         ({"sequence_parallel_enabled": True, "tp_degree": 3}, ["a context of 256", "tp_degree 3"]),
         ({"windowed_context_encoding_size": 48}, ["windowed_context_encoding_size", "a context of 256"]),
         ({"async_mode": True}, ["async_mode", "on_device_sampling_config"]),
+        ({"rope_precision": "float16"}, ["rope_precision is 'float16'", "'float32' or 'float64'"]),
         ({"enable_bucketing": True, "context_encoding_buckets": []}, ["context_encoding_buckets is []"]),
         ({"speculation_length": 1}, ["speculation_length is 1", "from 2 to 255"]),
         ({"speculation_length": 4, "is_prefix_caching": True}, ["speculation_length is 4", "is_prefix_caching"]),

@@ -214,3 +214,15 @@ def test_ways_to_encode_a_context(settings):
 def test_what_cannot_encode_a_context(settings, named):
     with pytest.raises(SmolLM3Error, match=f"^[^\n]*{named}[^\n]*$"):
         encoding(**settings)
+
+
+def test_a_kernel_that_computes_the_rotation_itself_has_no_table():
+    from dataclasses import asdict
+
+    from smollm3_neuron.artifact.settings import Settings
+
+    config = SimpleNamespace(**asdict(Settings(rope_precision="float64")), attn_tkg_builtin_kernel_enabled=True)
+    with pytest.raises(SmolLM3Error, match="rope_precision is 'float64', but .*attn_tkg_builtin_kernel_enabled"):
+        check_encoding(config)
+    config.rope_precision = "float32"
+    check_encoding(config)
