@@ -4,7 +4,7 @@ TP ?= 2
 VENV := .venv
 STAMP := $(VENV)/.installed
 
-.PHONY: demo lint test hlo-venv emulator-venv vllm-venv ray-venv clean
+.PHONY: demo lint test evidence hlo-venv emulator-venv vllm-venv ray-venv clean
 
 demo: $(STAMP)
 	$(VENV)/bin/python scripts/compile.py --model tiny --tp $(TP) --seq-len 128 --dtype float32 --device cpu --output artifacts/tiny-demo-tp$(TP)
@@ -20,6 +20,11 @@ FAST_TESTS := contrib/models/SmolLM3-3B/test/unit test/nxd_cpu/test_layers.py te
 	test/test_shape.py test/test_rooms.py test/test_plan.py test/test_tool_parser.py test/test_preflight.py
 test: lint
 	$(VENV)/bin/python -m pytest -n auto --dist loadfile $(if $(FAST),$(FAST_TESTS))
+
+# every tier that this machine can run, or TIERS="hlo-0.8.0 ..."; SOURCES="NXD/src:NXDI/src ...", one for each release, and
+# VLLM_NEURON="0.4.1=DIR ...", for the tiers that need them. Written to docs/evidence.json and docs/evidence.md
+evidence: $(STAMP)
+	$(VENV)/bin/python tools/evidence.py $(TIERS) $(SOURCES:%=--source %) $(VLLM_NEURON:%=--vllm-neuron %)
 
 # the compile path without a device, see contrib/neuron_hlo
 hlo-venv:

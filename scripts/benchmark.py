@@ -9,6 +9,7 @@ nothing else added: on a shared machine only they say something.
 """
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -21,13 +22,14 @@ from pathlib import Path
 
 import common
 import svg
-from engines import Engine
+from engines import Engine, prompts_of
 
 from smollm3_neuron.artifact.build import compile_artifact
 from smollm3_neuron.artifact.compiled_graphs import note_on_products
 from smollm3_neuron.artifact.folder import Artifact, open_artifact
 from smollm3_neuron.artifact.settings import Settings
 from smollm3_neuron.errors import SmolLM3Error
+from smollm3_neuron.generate.speculation import check_prompt_lookup
 from smollm3_neuron.machine.preflight import choose_place
 from smollm3_neuron.machine.roofline import FLOPS, HBM_BANDWIDTH, Estimate
 from smollm3_neuron.model.config import read_config
@@ -40,6 +42,7 @@ SHAPES = {
     ),
     "3b": {},
 }  # fmt: skip
+OWN, LOOKUP = "artifact", "artifact, prompt lookup"
 # generate's cache_implementation, and whether torch.compile compiles the model's forward
 TRANSFORMERS = {"transformers": (None, False), "transformers, static cache": ("static", False)}
 COMPILED = {"transformers, torch.compile": ("static", True)}
@@ -60,6 +63,12 @@ def parse_args() -> argparse.Namespace:
     run.add_argument("--new-tokens", type=int, default=64, metavar="N", help="default: %(default)s")
     run.add_argument(
         "--rounds", type=int, default=3, metavar="N", help="measured, after one that is not (default: %(default)s)"
+    )
+    run.add_argument(
+        "--prompt-lookup",
+        type=int,
+        metavar="K",
+        help="the artifacts once more with generate.py's flag, on prompts that repeat nothing and on such that copy",
     )
     run.add_argument(
         "--threads",
@@ -95,6 +104,8 @@ def check_args(args: argparse.Namespace) -> None:
     for name, least in (("new_tokens", 2), ("rounds", 1), ("threads", 1)):
         if getattr(args, name) < least:
             raise SmolLM3Error(f"{name} is {getattr(args, name)}, allowed is a whole number of at least {least}")
+    if args.shape and args.prompt_lookup is not None:
+        raise SmolLM3Error("--prompt-lookup is for artifacts, random weights copy nothing: leave --shape out")
 
 
 @dataclass
@@ -116,6 +127,10 @@ class Row:
     mfu_prefill: float | None = None
     mfu: float | None = None
     mbu: float | None = None
+    prompts: str = "free"  # or "copying"
+    accepted: float | None = None  # the share of candidates that were right
+    lookup_ratio: float | None = None  # the artifact's mean time per token without prompt lookup over this one's
+    mean: float = 0.0  # between two tokens, of the fastest round
     first_token_ratio: float | None = None  # transformers' time over this one's: above 1 is faster
     decode_ratio: float | None = None
 
@@ -158,15 +173,16 @@ def measure(artifact: Artifact, place: str, args: argparse.Namespace, ceiling: t
                 f"{artifact.path}: --prompt-lengths {length} and --new-tokens {args.new_tokens} do not fit into its "
                 f"context of {settings.max_context_length} and sequence of {settings.seq_len}"
             )
+    if args.prompt_lookup is not None:
+        check_prompt_lookup(args.prompt_lookup, settings.speculation_length)
     engines = start_engines(artifact, place, args)
     rows = []
-    for length in args.prompt_lengths:
-        prompts = [
-            [(7 + 31 * position + 17 * row) % (config.vocab_size - 1) + 1 for position in range(length)]
-            for row in range(settings.batch_size)
-        ]
-        rounds = take_turns(engines, prompts, args.new_tokens, args.rounds)
-        rows_of_length = [make_row(artifact, engine, length, rounds[engine]) for engine in engines]
+    kinds = ("free", "copying") if args.prompt_lookup is not None else ("free",)
+    for length, kind in itertools.product(args.prompt_lengths, kinds):
+        prompts = prompts_of(kind, length, settings.batch_size, config.vocab_size)
+        compared = [engine for engine in engines if kind == "free" or engine.name in (OWN, LOOKUP)]
+        rounds = take_turns(compared, prompts, args.new_tokens, args.rounds)
+        rows_of_length = [make_row(artifact, engine, length, rounds[engine], kind) for engine in compared]
         sizes = settings.tp_degree, settings.seq_len, settings.batch_size, settings.torch_dtype, length
         estimate = Estimate(config.padded(settings), *sizes)
         add_utilization(rows_of_length[0], estimate, ceiling, place)
@@ -185,7 +201,10 @@ def start_engines(artifact: Artifact, place: str, args: argparse.Namespace) -> l
         "checkpoint": artifact.manifest["model"]["folder"],
         "adapter": artifact.adapter,
     }
-    engines = [Engine("artifact", {**job, "artifact": str(artifact.path)})]
+    of_artifact = {**job, "artifact": str(artifact.path)}
+    engines = [Engine(OWN, {**of_artifact, "prompt_lookup": None})]
+    if args.prompt_lookup is not None:
+        engines.append(Engine(LOOKUP, {**of_artifact, "prompt_lookup": args.prompt_lookup}))
     if not args.without_transformers:
         references = {**TRANSFORMERS, **(COMPILED if args.compare == "compile" else {})}
         engines += [Engine(name, {**job, "cache": how[0], "compile": how[1]}) for name, how in references.items()]
@@ -203,11 +222,13 @@ def take_turns(engines: list[Engine], prompts: list, new_tokens: int, rounds: in
     return measured
 
 
-def make_row(artifact: Artifact, engine: Engine, length: int, rounds: list[dict]) -> Row:
+def make_row(artifact: Artifact, engine: Engine, length: int, rounds: list[dict], kind: str) -> Row:
     gaps = [gap for times in rounds for gap in times["gaps"]]
     firsts = [times["first"] for times in rounds]
     percentiles = {f"p{share}": percentile(gaps, share / 100) for share in (50, 90, 99)}
-    is_artifact, settings = engine.name == "artifact", artifact.settings
+    is_artifact, settings = engine.name in (OWN, LOOKUP), artifact.settings
+    offered = sum(times.get("offered", 0) for times in rounds)
+    mean = min(statistics.fmean(times["gaps"]) for times in rounds)
     return Row(
         artifact=artifact.path.name,
         engine=engine.name,
@@ -217,7 +238,11 @@ def make_row(artifact: Artifact, engine: Engine, length: int, rounds: list[dict]
         first_token=statistics.median(firsts),
         least=(min(firsts), min(gaps)),
         percentiles=percentiles,
-        tokens_per_second=settings.batch_size / percentiles["p50"],
+        # several tokens of a step come at once
+        tokens_per_second=settings.batch_size / (mean if engine.name == LOOKUP else percentiles["p50"]),
+        prompts=kind,
+        accepted=sum(times["accepted"] for times in rounds) / offered if offered else None,
+        mean=mean,
         memory=max(times["memory"] for times in rounds),
         load=engine.load,
         compile=artifact.manifest["seconds"]["compile"] if is_artifact else None,
@@ -235,8 +260,11 @@ def add_utilization(row: Row, estimate: Estimate, ceiling: tuple[float, float], 
 
 def add_ratios(rows: list[Row]) -> None:
     """How many times as fast as transformers with its dynamic cache each row of one prompt length is."""
+    for row in rows:
+        if row.engine == LOOKUP:
+            row.lookup_ratio = rows[0].mean / row.mean
     for baseline in (row for row in rows if row.engine == "transformers"):
-        for row in rows:
+        for row in (row for row in rows if row.engine != LOOKUP):
             row.first_token_ratio, row.decode_ratio = (theirs / own for theirs, own in zip(baseline.least, row.least))
 
 
@@ -266,7 +294,7 @@ def cells(row: Row) -> dict[str, str]:
         "engine": row.engine,
         "TP": str(row.tp_degree),
         "batch": str(row.batch_size),
-        "prompt": str(row.prompt_length),
+        "prompt": f"{row.prompt_length} {row.prompts}",
         "first token ms": f"{row.first_token * 1e3:.1f}",
         "token ms p50/p90/p99": "/".join(f"{seconds * 1e3:.2f}" for seconds in row.percentiles.values()),
         "tokens/s": f"{row.tokens_per_second:.1f}",
@@ -278,6 +306,8 @@ def cells(row: Row) -> dict[str, str]:
         "MBU": known(row.mbu, ".1%"),
         "first token": known(row.first_token_ratio, ".2f"),
         "decode": known(row.decode_ratio, ".2f"),
+        "accepted": known(row.accepted, ".0%"),
+        "lookup": known(row.lookup_ratio, ".2f"),
     }
 
 
@@ -294,7 +324,9 @@ def table(rows: list[Row]) -> str:
 def plot_over_lengths(rows: list[Row], title: str, measure_of, y_label: str) -> str:
     series: dict[str, list] = {}
     for row in rows:
-        series.setdefault(f"{row.artifact}: {row.engine}", []).append((row.prompt_length, measure_of(row)))
+        series.setdefault(f"{row.artifact}: {row.engine}, {row.prompts}", []).append(
+            (row.prompt_length, measure_of(row))
+        )
     highest, lengths = max(map(measure_of, rows)), sorted({row.prompt_length for row in rows})
     ticks = [(highest * part / 4, f"{highest * part / 4:.3g}") for part in range(5)]
     x_ticks = [(length, str(length)) for length in lengths]
@@ -313,9 +345,10 @@ def make_notes(args: argparse.Namespace, place: str, artifacts: list[Artifact], 
     """What the table's reader must know; `reached` maps a dtype to the ceilings of MBU and MFU."""
     source = "a NeuronCore's, as published" if place == "neuron" else "this CPU's, measured in this run"
     notes = [
-        f"{place}, {args.threads} threads, {args.new_tokens} new tokens, {args.rounds} rounds; the last two columns "
+        f"{place}, {args.threads} threads, {args.new_tokens} new tokens, {args.rounds} rounds; first token and decode "
         "are transformers' least time over the row's own, above 1 is faster; memory is what no file backs, over what "
-        "it was before loading"
+        "it was before loading; accepted is the share of candidates that were right, lookup the artifact's mean time "
+        "per token without prompt lookup over that with it, each of its fastest round"
     ]
     if place == "cpu":
         for dtype in reached:

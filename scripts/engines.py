@@ -1,9 +1,10 @@
 """What benchmark.py measures: an artifact or transformers, each in a process of its own: python engines.py JOB
 
-JOB, as JSON: {"engine": a name, "place", "threads", "dtype", "checkpoint", "adapter"}, and "artifact" (a folder) or
-"cache" (generate's cache_implementation) with "compile" (whether torch.compile compiles the forward). The process loads
-the model and prints {"load": seconds}; then it answers each line {"prompts": token ids, "new_tokens"} with {"first":
-seconds to the first token, "gaps": seconds between two, "memory": bytes over what they were before loading}.
+JOB, as JSON: {"engine": a name, "place", "threads", "dtype", "checkpoint", "adapter"}, and "artifact" (a folder) with
+"prompt_lookup" (candidates of a step, or null) or "cache" (generate's cache_implementation) with "compile" (whether
+torch.compile compiles the forward). The process loads the model and prints {"load": seconds}; then it answers each line
+{"prompts": token ids, "new_tokens"} with {"first": seconds to the first token, "gaps": seconds between two, "memory":
+bytes over what they were before loading}, and an artifact with how many candidates were "accepted" of those "offered".
 """
 
 import json
@@ -20,8 +21,10 @@ from smollm3_neuron.artifact.folder import open_artifact
 from smollm3_neuron.errors import SmolLM3Error
 from smollm3_neuron.machine.runtime import ensure_neuronx
 
-# a function of (prompts, number of new tokens, what to call at each new token)
-Answer = Callable[[list[list[int]], int, Callable[[], None]], None]
+PASSAGE = 20  # tokens
+
+# a function of (prompts, number of new tokens, what to call at each new token) that may return more for the reply
+Answer = Callable[[list[list[int]], int, Callable[[], None]], dict | None]
 
 
 class Engine:
@@ -58,9 +61,21 @@ def load_artifact(job: dict) -> Answer:
     model = open_artifact(Path(job["artifact"]), job["place"]).load()
 
     def answer(prompts, new_tokens, on_token):
-        generate(model, prompts, new_tokens, on_token=lambda row, token: on_token() if row == 0 else None)
+        first = {"on_token": lambda row, token: on_token() if row == 0 else None}
+        results = generate(model, prompts, new_tokens, **first, prompt_lookup=job["prompt_lookup"])
+        return {name: sum(getattr(result, name) for result in results) for name in ("accepted", "offered")}
 
     return answer
+
+
+def prompts_of(kind: str, length: int, rows: int, vocab_size: int) -> list[list[int]]:
+    """Token ids: "free" ones repeat nothing, "copying" ones the same passage of a few tokens, another in each row."""
+    last = vocab_size - 1
+    free = [[(7 + 31 * position + 17 * row) % last + 1 for position in range(length)] for row in range(rows)]
+    if kind == "free":
+        return free
+    passage = max(1, min(PASSAGE, length // 2))
+    return [[row[position % passage] for position in range(length)] for row in free]
 
 
 def load_transformers(job: dict) -> Answer:
@@ -116,8 +131,9 @@ def measure_once(answer: Answer, prompts: list[list[int]], new_tokens: int) -> d
     stamps: list[float] = []
     began = time.perf_counter()
     with torch.no_grad():
-        answer(prompts, new_tokens, lambda: stamps.append(time.perf_counter()))
-    return {"first": stamps[0] - began, "gaps": [later - earlier for earlier, later in zip(stamps, stamps[1:])]}
+        more = answer(prompts, new_tokens, lambda: stamps.append(time.perf_counter()))
+    gaps = [later - earlier for earlier, later in zip(stamps, stamps[1:])]
+    return {"first": stamps[0] - began, "gaps": gaps, **(more or {})}
 
 
 def main() -> None:

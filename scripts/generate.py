@@ -24,7 +24,7 @@ def parse_args() -> argparse.Namespace:
     parser = common.Parser(__doc__, "ARTIFACT PROMPT [PROMPT ...]")
     parser.add_argument("artifact", type=Path, metavar="ARTIFACT", help="the folder")
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="several are answered in one batch")
-    parser.add_argument(
+    parser.add_argument_group("adapters").add_argument(
         "--adapter",
         action="append",
         metavar="NAME",

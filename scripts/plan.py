@@ -31,6 +31,7 @@ from smollm3_neuron.model.config import CheckpointConfig, read_config, resolve_c
 from smollm3_neuron.model.dtypes import MODEL_DTYPES
 from smollm3_neuron.model.smollm3_3b import SMOLLM3_3B
 
+ACCEPTED = (0, 0.25, 0.5, 0.75, 1)  # shares of candidates
 SHARDING_MEMORY = 1 * GB  # of the streaming sharder, at most; tools/bench_sharding.py measures it
 
 
@@ -48,6 +49,7 @@ def parse_args() -> argparse.Namespace:
     shape.add_argument("--dtype", default=Settings.torch_dtype, help="default: %(default)s")
     shape.add_argument("--apply-seq-ids-mask", action="store_true", help="as compile.py's")
     shape.add_argument("--pad-intermediate", type=int, metavar="N", help="as compile.py's")
+    shape.add_argument("--speculation-length", type=int, metavar="K", default=0, help="as compile.py's")
     shape.add_argument("--quantized", action="store_true", help="8-bit weights, as compile.py's")
     outputs = parser.add_argument_group("what is written")
     outputs.add_argument("--json", action="store_true", help="the same as JSON, in bytes and seconds")
@@ -87,7 +89,14 @@ def as_dict(estimate: Estimate, instance: str) -> dict:
         "tokens_per_second_expected": expected.tokens_per_second,
         "host_memory_to_shard": SHARDING_MEMORY,
         "host_memory_to_load": estimate.host_memory_to_load,
+        **(speculation(expected) if estimate.speculation_length else {}),
     }
+
+
+def speculation(expected: Expectation) -> dict:
+    """What a step that verifies several tokens takes, and tokens per second by the share of accepted candidates."""
+    by_share = {f"{share:g}": expected.speculated_tokens_per_second(share) for share in ACCEPTED}
+    return {"verify_seconds_expected": expected.verify_seconds, "tokens_per_second_expected_by_accepted": by_share}
 
 
 LINES = (
@@ -110,10 +119,22 @@ LINES = (
     ("first token, expected", lambda plan: known(plan["prefill_seconds_expected"], 1000, ".1f", " ms")),
     ("one step, expected", lambda plan: known(plan["decode_seconds_expected"], 1000, ".1f", " ms")),
     ("tokens per second, expected", lambda plan: known(plan["tokens_per_second_expected"], 1, ".0f")),
+    ("one step that verifies, expected", lambda plan: known(plan.get("verify_seconds_expected"), 1000, ".1f", " ms")),
+    *(
+        (
+            f"  tokens per second, {share:.0%} accepted",
+            lambda plan, share=share: known(
+                plan.get("tokens_per_second_expected_by_accepted", {}).get(f"{share:g}"), 1, ".0f"
+            ),
+        )
+        for share in ACCEPTED
+    ),
     ("host memory to shard, at most", lambda plan: common.gigabytes(plan["host_memory_to_shard"])),
     ("host memory to load", lambda plan: common.gigabytes(plan["host_memory_to_load"])),
 )
 
+
+SPECULATION = [label for label, _ in LINES if "verifies" in label or "accepted" in label]
 
 EXPECTED_FROM = f"""
 The expected figures are reckoned from what others measured on trn1 and inf2: see docs/device_facts.md.
@@ -197,11 +218,12 @@ def estimates_for(args: argparse.Namespace) -> list[Estimate]:
         settings = Settings(
             tp_degree, args.batch_size, args.seq_len, None, args.dtype, padded_intermediate_size=args.pad_intermediate,
             is_continuous_batching=mask, apply_seq_ids_mask=mask, quantized=args.quantized,
+            speculation_length=args.speculation_length,
         ).checked(config)  # fmt: skip
         sizes = settings.seq_len, settings.batch_size, settings.torch_dtype
         quantized = settings if args.quantized else None
-        estimate = Estimate(config.padded(settings), tp_degree, *sizes, quantized=quantized, apply_seq_ids_mask=mask)
-        estimates.append(estimate)
+        switches = dict(apply_seq_ids_mask=mask, speculation_length=args.speculation_length)
+        estimates.append(Estimate(config.padded(settings), tp_degree, *sizes, quantized=quantized, **switches))
     return estimates
 
 
@@ -216,6 +238,8 @@ def print_plans(args: argparse.Namespace, plans: list[dict]) -> None:
     print("\n".join(common.model_sizes(config_of(args.model), args.dtype, stored_bytes(args.model))) + "\n")
     print(f"{'':<42}" + "".join(f"{'TP ' + str(plan['tp_degree']):>26}" for plan in plans))
     for label, cell in LINES:
+        if args.speculation_length == 0 and label in SPECULATION:
+            continue
         print(f"{label:<42}" + "".join(f"{cell(plan):>26}" for plan in plans))
     print(EXPECTED_FROM)
 
@@ -231,6 +255,7 @@ def main() -> None:
         settings = {"seq_len": args.seq_len, "batch_size": args.batch_size, "torch_dtype": args.dtype}
         settings["padded_intermediate_size"] = args.pad_intermediate
         settings["quantized"] = args.quantized
+        settings["speculation_length"] = args.speculation_length
         config = config_of(args.model)
         count, tensors = parameters(config)
         whole = Estimate(config, tp_degree=1, seq_len=1, dtype=args.dtype)

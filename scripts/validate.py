@@ -118,6 +118,7 @@ def judge(args: argparse.Namespace, artifact: Artifact, folder: Path, tokenizer)
             pad_token_id=tokenizer.pad_token_id or 0,
             tol_map=tol_map,
             divergence_difference_tol=args.divergence_difference_tol,
+            prompt_lookup=settings.speculation_length - 1 if settings.speculation_length else None,
         )
     except NotANumber as error:
         print(f"verdict: {WRONG}: {error}")
@@ -141,6 +142,10 @@ def print_cases(report, tokenizer) -> None:
 
 def summary(report, artifact: Artifact, max_new_tokens: int) -> list[str]:
     """The report's lines below its table."""
+    import torch
+
+    from smollm3_neuron.check.drift import power
+
     settings, perplexity = artifact.settings, report.perplexity
     prompts, chats = report.cases_of("prompt"), report.cases_of("chat")
     errors = {name: max(max(judged.errors[name]) for judged in report.cases) for name in report.tol_map}
@@ -161,6 +166,8 @@ def summary(report, artifact: Artifact, max_new_tokens: int) -> list[str]:
         f"{settings.torch_dtype}): {', '.join(error_texts)}",
         f"a tie may be {report.divergence_difference_tol:.1e} apart; {count_equal(chats)} chat prompts equal; "
         f"{of_text}",
+        *([str(report.drift)] if report.drift else []),
+        power(getattr(torch, settings.torch_dtype), report.drift),
         f"passes over transformers' layers: {passes}",
         f"{count_equal(prompts)} prompts equal to transformers' ({artifact.place}, tp_degree {settings.tp_degree}, "
         f"{settings.torch_dtype}, {max_new_tokens} new tokens each, EOS barred); smallest margin between the two best "

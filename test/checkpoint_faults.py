@@ -49,6 +49,15 @@ def config(**values):
     return lambda config: config.update(values)
 
 
+def schedule(by):
+    """The flags of the layers, made from those that the config has."""
+    return lambda config: config.update(no_rope_layers=by(config["no_rope_layers"]))
+
+
+def theta(times):
+    return lambda config: config.update(rope_theta=config["rope_theta"] * times)
+
+
 def flip(layer):
     return lambda config: config["no_rope_layers"].__setitem__(layer, 1 - config["no_rope_layers"][layer])
 
@@ -86,6 +95,10 @@ def interleaved(tensor, heads=8):
     return tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 
+def without_window(config):
+    config.update(use_sliding_window=False, layer_types=["full_attention"] * config["num_hidden_layers"])
+
+
 def drop_biases(weights):
     for name in [name for name in weights if "self_attn" in name and name.endswith("bias")]:
         weights[name] = torch.zeros_like(weights[name])
@@ -111,13 +124,13 @@ QUERIES, KEYS = "attention_queries", "attention_keys"
 NORM = "attention_norm_output"
 # name -> (base, change of the config, change of the weights, the first (layer, value) that differs)
 FAULTS = {
-    "inverted schedule": ("plain", config(no_rope_layers=[0, 0, 0, 1, 0]), None, (0, QUERIES)),
+    "inverted schedule": ("plain", schedule(lambda flags: [1 - flag for flag in flags]), None, (0, QUERIES)),
     **{f"flag of layer {i}": ("plain", flip(i), None, (i, QUERIES)) for i in range(5)},
-    "every layer RoPE": ("plain", config(no_rope_layers=[1] * 5), None, (3, QUERIES)),
-    "every layer NoPE": ("plain", config(no_rope_layers=[0] * 5), None, (0, QUERIES)),
-    "schedule shifted": ("plain", config(no_rope_layers=[1, 1, 0, 1, 1]), None, (2, QUERIES)),
-    "theta 1% off": ("plain", config(rope_theta=10100.0), None, (0, QUERIES)),
-    "theta of another model": ("plain", config(rope_theta=5e6), None, (0, QUERIES)),
+    "every layer RoPE": ("plain", schedule(lambda flags: [1] * len(flags)), None, (3, QUERIES)),
+    "every layer NoPE": ("plain", schedule(lambda flags: [0] * len(flags)), None, (0, QUERIES)),
+    "schedule shifted": ("plain", schedule(lambda flags: [*flags[1:], flags[0]]), None, (2, QUERIES)),
+    "theta 1% off": ("plain", theta(1.01), None, (0, QUERIES)),
+    "theta of another model": ("plain", theta(500), None, (0, QUERIES)),
     "eps 1,000 times": ("plain", config(rms_norm_eps=1e-3), None, (0, NORM)),
     "another activation": ("plain", config(hidden_act="gelu"), None, (0, "mlp_activation")),
     "yarn dropped": ("yarn", config(rope_scaling=None), None, (0, QUERIES)),
@@ -131,7 +144,7 @@ FAULTS = {
     "window one shorter": ("window", config(sliding_window=15), None, (3, "attention_head_outputs")),
     "window one longer": ("window", config(sliding_window=17), None, (3, "attention_head_outputs")),
     "window dropped": (
-        "window", config(use_sliding_window=False, layer_types=["full_attention"] * 5), None, (3, "attention_scores")
+        "window", without_window, None, (3, "attention_scores")
     ),
     "K and V swapped": ("plain", None, swap((weight(2, ATTENTION[1]), weight(2, ATTENTION[2]))), (2, KEYS)),
     "query heads rolled": ("plain", None, replace(weight(1, ATTENTION[0]), roll_heads), (1, QUERIES)),
@@ -171,7 +184,7 @@ FAULTS = {
         "untied", config(tie_word_embeddings=True), lambda w: w.pop("lm_head.weight"), (None, "lm_head_output")
     ),
     "a row of the head zero": (
-        "untied", None, replace("lm_head.weight", lambda w: w * (torch.arange(128) != 9)[:, None]),
+        "untied", None, replace("lm_head.weight", lambda w: w * (torch.arange(len(w)) != 9)[:, None]),
         (None, "lm_head_output"),
     ),
     "attention biases dropped": ("biases", None, drop_biases, (0, QUERIES)),

@@ -313,9 +313,9 @@ def test_validate_says_right_and_writes_it_down(artifact, tmp_path):
     page, found = tmp_path / "page.html", tmp_path / "found.json"
     done = run("validate", artifact, "--max-new-tokens", 3, "--json", found, "--html", page)
     assert done.returncode == 0 and "verdict: identical" in done.stdout, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1].startswith(
-        "57 of 57 prompts equal to transformers' (cpu, tp_degree 2, float32, 3 new tokens"
-    )
+    *_, power, _, last = done.stdout.splitlines()
+    assert power == "finds 46 of 46 seeded faults in float32"
+    assert last.startswith("57 of 57 prompts equal to transformers' (cpu, tp_degree 2, float32, 3 new tokens")
     cases = json.loads(found.read_text())["cases"]
     assert [sum(case["kind"] == kind for case in cases) for kind in ("prompt", "chat", "text")] == [57, 6, 1]
     assert {case["verdict"] for case in cases} == {"identical"}

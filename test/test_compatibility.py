@@ -1,76 +1,276 @@
-"""The features of docs/evidence.md: no cell is empty; every test that a cell names exists and runs in its place."""
+"""The features of docs/evidence.md: every test that a cell names runs in its place, and passed there if it was run."""
 
+import json
+import os
 import re
+import subprocess
 import sys
+import warnings
 from fnmatch import filter as matching
-from pathlib import Path
 
 import pytest
-from test_features import CPU, FEATURES
+from evidence import outcomes, summed, tiers
+from evidence_page import (
+    BEFORE,
+    CPU,
+    NO_TEST,
+    PAGE,
+    PLACES,
+    RECORD,
+    Claim,
+    claims,
+    digest,
+    mark,
+    page,
+    recorded,
+    unproven,
+)
+from places import ROOT
+from test_features import FEATURES
 from test_real_library import RANDOM_CELLS, SLOW_CELLS, TINY_CELLS
 
-ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT / "test/hlo"), str(ROOT / "test/emulator")]
 
 from cells import cells_of
 from lowering import CELLS
 
-PLACES = {
-    "nxd_cpu": CPU, "source 0.8.0": "0.8.0", "source 0.9.0": "0.9.0", "HLO, 0.8.0": "HLO",
-    "emulated device, 0.8.0": "emulated",
-}  # fmt: skip
+TEXT = PAGE.read_text()
+FILES = sorted([*ROOT.glob("test/**/test_*.py"), *ROOT.glob("contrib/models/*/test/**/test_*.py")])
+FEATURE, ON_SOURCE, ON_HLO, ON_DEVICE = "a feature", "source 0.8.0", "HLO, 0.8.0", "emulated device, 0.8.0"
+# what "supported" of compatibility.md means: the column in which a cell of its section has tests; None: no cell has
+MEANS = {"yes": ON_SOURCE, "on the emulated device": ON_DEVICE, "on the CPU runtime": CPU, "let through": None}
+# the rows whose evidence is not a section of the features, and the tiers that are it
+BY_TIERS = {
+    "SDK 2.28": ["sources-0.8.0"],
+    "SDK 2.27": ["sources-0.7.0"],
+    "SDK 2.29": ["sources-0.9.0"],
+    "SDK 2.31": ["default"],
+    "serving with vLLM": ["vllm-0.11-0.8.0", "emulator-vllm-0.13-0.8.0", "emulator-vllm-0.16-0.8.0"],
+    "any Linux machine": ["default"],
+}
 
 
-def rows() -> list[list[str]]:
-    section = (ROOT / "docs/evidence.md").read_text().split("\n## Features\n")[1].split("\n## ")[0]
-    return [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line.startswith("|")
-    ]
-
-
-def cells() -> list[tuple[str, str, str]]:
-    """(feature, place, what it says), with "the same" resolved."""
-    found = []
-    for feature, *said in rows()[2:]:
-        for place, text in zip(PLACES.values(), said, strict=True):
-            found.append((feature, place, found[-1][2] if text == "the same" and place != CPU else text))
-    return found
-
-
-def known_in(place: str) -> set[str]:
-    files = [*ROOT.glob("test/**/test_*.py"), *ROOT.glob("contrib/models/*/test/**/test_*.py")]
-    names = {file.name for file in files}
-    names.update(name for file in files for name in re.findall(r"^def (test_\w+)", file.read_text(), re.M))
-    if place == "HLO":
+def known_in(claim: Claim) -> set[str]:
+    """The names of what runs in the place of a cell's tests: functions, files, features and cells."""
+    names = set()
+    for file in FILES:
+        path, functions = file.relative_to(ROOT).as_posix(), re.findall(r"^def (test_\w+)", file.read_text(), re.M)
+        here = {function for function in functions if claim.place.holds(path, function)}
+        names |= here | ({file.name} if here else set())
+    place = claim.place
+    if place.tiers[0].startswith("hlo"):
         return names | {cell.name for cell in CELLS}
-    if place == "emulated":
+    if place.tiers[0].startswith("emulator"):
         return names | {cell.name for cell in cells_of("0.8.0")}
-    if place != CPU:
+    if place.version != CPU:
         names.update(cell.name for cell in TINY_CELLS + RANDOM_CELLS + SLOW_CELLS)
-    return names | {feature.name for feature in FEATURES if not feature.only or place in feature.only}
+    return names | {feature.name for feature in FEATURES if not feature.only or place.version in feature.only}
+
+
+def faults_of(claim: Claim) -> list[str]:
+    """What a cell names and what does not run in its place, or that it names nothing and says no reason."""
+    if not claim.tests and not NO_TEST.match(claim.said):
+        return [f"{claim.column}: {claim.feature}: {claim.said!r} names no test"]
+    known = known_in(claim)
+    return [f"{claim.column}: {claim.feature}: {test}" for test in claim.tests if not matching(known, test)]
 
 
 def test_every_feature_has_a_row_and_every_row_all_places():
-    assert rows()[0] == ["feature", *PLACES] and len(rows()) > 30
-    of_cpu = {test for _, place, said in cells() if place == CPU for test in re.findall("`(.*?)`", said)}
-    of_sources = {test for _, place, said in cells() if place == "0.8.0" for test in re.findall("`(.*?)`", said)}
+    heads = [line for line in TEXT.splitlines() if line.startswith("| feature |")]
+    assert set(heads) == {f"| feature | {' | '.join(PLACES)} |"} and len(claims(TEXT)) > 30 * len(PLACES)
+    of_cpu = {test for claim in claims(TEXT) if claim.column == CPU for test in claim.tests}
+    of_sources = {test for claim in claims(TEXT) if claim.column == ON_SOURCE for test in claim.tests}
     for feature in FEATURES:
         tests = of_cpu if CPU in feature.only else of_sources
         assert any(matching([feature.name], test) for test in tests), feature.name
 
 
-@pytest.mark.parametrize("place", PLACES.values())
-def test_no_cell_is_empty_and_every_test_exists(place):
-    known = known_in(place)
-    for feature, at, said in cells():
-        tests = re.findall("`(.*?)`", said)
-        if at == place:
-            assert tests or re.match("not run|not possible", said), f"{feature}: {said!r}"
-            assert [test for test in tests if not matching(known, test)] == [], feature
+@pytest.mark.parametrize("column", PLACES)
+def test_no_cell_is_empty_and_every_test_runs_in_its_place(column):
+    assert [fault for claim in claims(TEXT) if claim.column == column for fault in faults_of(claim)] == []
+
+
+@pytest.mark.parametrize(
+    "column, said, right",
+    [
+        (ON_HLO, "refused: `test_what_is_refused`", False),
+        (ON_HLO, "refused before the library is called: `test_what_is_refused`", True),
+        (ON_HLO, "`tiny-tp2-split`", True),
+        (ON_HLO, "`continuous-batching-tp1`", False),
+        (ON_SOURCE, "`test_left_padding`", False),
+        (ON_SOURCE, "`test_padding_changes_no_token`", True),
+        (ON_SOURCE, "`test_all_rope_is_a_llama`", False),
+        (ON_DEVICE, "`test_each_row_has_its_own_adapter`", True),
+        (ON_DEVICE, "`test_padding_changes_no_token`", False),
+        (CPU, "`continuous-batching-ctx2`", True),
+        (CPU, "`windowed-context-tp1`", False),
+        (CPU, "", False),
+        (CPU, "not run", True),
+    ],
+)
+def test_a_test_of_another_place_is_a_fault(column, said, right):
+    assert (faults_of(Claim("", FEATURE, column, said)) == []) == right
+
+
+def without_the_library(*tests: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "without_the_library", *tests]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "test")}
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=500, env=environment)
+
+
+def test_what_is_refused_before_the_library_is_called_needs_none_of_it():
+    """All tests that such cells name, in one run in which the library's modules cannot be imported."""
+    named = {test for claim in claims(TEXT) if BEFORE.match(claim.said) for test in claim.tests}
+    given = [f"{file}::{test}" for test in sorted(named) for file in FILES if f"def {test}(" in file.read_text()]
+    assert {one.partition("::")[2] for one in given} == named and len(named) > 10
+    done = without_the_library(*given)
+    assert done.returncode == 0 and re.search(r"\d{3} passed", done.stdout), done.stdout[-4000:] + done.stderr[-2000:]
+    done = without_the_library("test/nxd_cpu/test_layers.py")
+    assert done.returncode != 0 and "is kept away from this test" in done.stdout
+
+
+# ---- what ran ----
+
+RUN = {
+    "counts": {"passed": 4, "failed": 1, "skipped": 0},
+    "tests": {
+        "test/conformance/test_padding.py": {"test_padding_changes_no_token[0.8.0]": [2, 0]},
+        "test/conformance/test_features.py": {"test_tokens_equal_transformers[0.8.0]": [3, 1]},
+    },
+    "cells": {"0.8.0": {"buckets-tp1": [1, 0], "buckets-tp2": [1, 1], "window-tp1": [1, 0]}, CPU: {"plain": [1, 0]}},
+}
+
+
+@pytest.mark.parametrize(
+    "said, wrong, said_behind",
+    [
+        ("`buckets-tp1`", [], " — 1 passed"),
+        ("`buckets-tp*`", ["buckets-tp*"], " — 2 of 3 passed"),
+        ("`window-tp*`, `test_padding_changes_no_token`", [], " — 3 passed"),
+        ("`all-rope`", ["all-rope"], " — 0 passed"),
+        ("`plain`", ["plain"], " — 0 passed"),  # nxd_cpu's
+        ("`test_its_tests_pass`", ["test_its_tests_pass"], " — 0 passed"),
+        ("not run", [], ""),
+    ],
+)
+def test_a_cell_is_proven_by_what_passed_in_its_place(said, wrong, said_behind):
+    claim, record = Claim("", FEATURE, ON_SOURCE, said), {"sources-0.8.0": RUN, "sources-0.9.0": {"not run": "why"}}
+    assert (unproven(claim, record), mark(claim, record)) == (wrong, said_behind)
+    elsewhere = Claim("", FEATURE, "source 0.9.0", said)
+    assert (unproven(elsewhere, record), mark(elsewhere, record)) == ([], " — not recorded" * bool(said_behind.strip()))
+
+
+def test_reports_are_summed_by_function_place_and_cell(tmp_path):
+    (tmp_path / "report.xml").write_text(
+        """<testsuites><testsuite>
+        <testcase file="test/test_features.py" name="test_x[0.8.0-plain-tp1]" time="1"/>
+        <testcase file="test/test_features.py" name="test_x[0.8.0-plain-tp2]"><failure/></testcase>
+        <testcase file="test/test_features.py" name="test_x[nxd_cpu-in-parts-plain-tp1]"/>
+        <testcase file="test/a.py" name="test_y[0.8.0-plain-tp1]"/>
+        <testcase file="test/a.py" name="test_y[other-0.8.0]"/>
+        <testcase file="test/a.py" name="test_y[other-0.8.0]"><error/></testcase>
+        <testcase file="test/a.py" name="test_z"><skipped/></testcase></testsuite></testsuites>"""
+    )
+    assert summed(outcomes(tmp_path / "report.xml")) == {
+        "counts": {"passed": 3, "failed": 2, "skipped": 1},
+        "tests": {
+            "test/a.py": {"test_y": [0, 1], "test_y[0.8.0]": [1, 0]},
+            "test/test_features.py": {"test_x[0.8.0]": [1, 1], "test_x[nxd_cpu-in-parts]": [1, 0]},
+        },
+        "cells": {"0.8.0": {"plain-tp1": [1, 0], "plain-tp2": [0, 1]}, "nxd_cpu-in-parts": {"plain-tp1": [1, 0]}},
+    }
+
+
+def test_a_digest_is_of_code_and_of_nothing_else(tmp_path):
+    (tmp_path / "code/deep").mkdir(parents=True)
+    (tmp_path / "code/deep/a.py").write_text("a = 1")
+    (tmp_path / "one.toml").write_text("")
+    first = digest(["code", "one.toml"], tmp_path)
+    (tmp_path / "code/a.md").write_text("prose")
+    (tmp_path / "code/a.pyc").write_text("")
+    assert digest(["code", "one.toml"], tmp_path) == first
+    (tmp_path / "code/deep/a.py").rename(tmp_path / "code/deep/b.py")
+    assert digest(["code", "one.toml"], tmp_path) != first
+
+
+def test_the_page_is_what_the_record_makes_of_it():
+    names = [tier.name for tier in tiers()]
+    assert {tier for place in PLACES.values() for tier in place.tiers} | set(sum(BY_TIERS.values(), [])) <= set(names)
+    assert set(recorded()) == set(names) and RECORD.exists()
+    again = "python tools/evidence.py --page writes it again"
+    assert page(TEXT, recorded()) == TEXT, again
+
+
+@pytest.mark.parametrize("tier", tiers(), ids=lambda tier: tier.name)
+def test_the_record_is_of_this_code(tier):
+    """A warning: who changes the code cannot always run every tier."""
+    run = recorded()[tier.name]
+    if "not run" in run:
+        warnings.warn(f"tier {tier.name} is not in docs/evidence.json: {run['not run']}", stacklevel=1)
+    elif run["code"] != digest(tier.covers):
+        warnings.warn(
+            f"tier {tier.name} ran on {run['date']}, on other code than this: make evidence TIERS={tier.name}",
+            stacklevel=1,
+        )
+
+
+def test_every_cell_is_proven():
+    """By the tiers that are recorded; of the others the test above warns."""
+    faults = [f"{c.column}: {c.feature}: {name}" for c in claims(TEXT) for name in unproven(c, recorded())]
+    assert faults == []
+
+
+# ---- what an owner reads ----
+
+
+def rows() -> list[list[str]]:
+    lines = [line for line in (ROOT / "compatibility.md").read_text().splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
 def test_what_an_owner_reads_is_short_and_says_where_more_is():
-    lines = [line for line in (ROOT / "compatibility.md").read_text().splitlines() if line.startswith("|")]
-    head, _, *table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    head, _, *table = rows()
     assert head == ["feature", "supported", "limits", "more"] and 20 < len(table) <= 30
-    assert [row for row in table if not (row[0] and row[1] and re.search(r"\]\(.*\)", row[3]))] == []
+    assert [row for row in table if not (row[0] and row[1] and "](docs/evidence.md#" in row[3])] == []
+
+
+def sections() -> dict[str, str]:
+    """The headings below the features, by their anchors."""
+    names = dict.fromkeys(claim.section for claim in claims(TEXT))
+    return {re.sub(r"[^\w\- ]", "", name.lower()).replace(" ", "-"): name for name in names}
+
+
+def unsupported(row: list[str], text: str, record: dict[str, dict]) -> str:
+    """Why what a row of compatibility.md says has no evidence, or an empty string."""
+    feature, supported, _, more = row
+    for begin, wanted in BY_TIERS.items():
+        if feature.startswith(begin):
+            runs = [record[tier] for tier in wanted]
+            bad = [run for run in runs if "counts" in run and (run["counts"]["failed"] or not run["counts"]["passed"])]
+            return f"{feature}: a test of {wanted} failed" if bad else ""
+    section = sections()[re.search(r"docs/evidence\.md#([\w-]+)", more)[1]]
+    of_section = [claim for claim in claims(text) if claim.section == section]
+    if supported == "refused":
+        found = [claim for claim in of_section if claim.said.startswith("refused") and claim.tests]
+    else:
+        column = MEANS[re.split("[,;]", supported)[0]]
+        found = [claim for claim in of_section if claim.tests and not claim.said.startswith("refused")]
+        found = [claim for claim in found if claim.column == column] if column else of_section
+    proven = [claim for claim in found if not unproven(claim, record)]
+    return "" if proven else f"{feature}: nothing of {section} passed where it says {supported!r}"
+
+
+@pytest.mark.parametrize("row", rows()[2:], ids=lambda row: row[0][:40])
+def test_what_is_called_supported_has_passed(row):
+    assert unsupported(row, TEXT, recorded()) == ""
+
+
+def test_what_is_called_supported_without_a_passing_cell_is_a_fault():
+    (row,) = [row for row in rows() if row[0] == "`fused_qkv`"]
+    failed = json.loads(json.dumps(RUN))
+    assert "nothing of fused_qkv passed" in unsupported(row, TEXT, {"sources-0.8.0": failed})
+    passed = {f"{name}-tp{tp}-fused-batch2": [1, 0] for name in ("tiny", "plain") for tp in (2, 3)}
+    failed["cells"]["0.8.0"] = passed | {"12-heads-4-kv-tp6-fused-batch2": [1, 0]}
+    assert unsupported(row, TEXT, {"sources-0.8.0": failed}) == ""
+    elsewhere = [row[0], "on the emulated device", *row[2:3], "[evidence](docs/evidence.md#kernel-switches)"]
+    assert "nothing of Kernel switches" in unsupported(elsewhere, TEXT, {})

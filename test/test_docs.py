@@ -12,7 +12,7 @@ import pytest
 from places import MODEL, ROOT
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("contrib/**/README.md")])
-BLOCK = re.compile(r"(?:^<!-- (?P<mark>.*?) -->\n)?^```(?P<language>\w*)\n(?P<code>.*?)^```$", re.M | re.S)
+BLOCK = re.compile(r"(?:^<!-- (?P<mark>[^\n]*?) -->\n)?^```(?P<language>\w*)\n(?P<code>.*?)^```$", re.M | re.S)
 ALL_BLOCKS = [(path, match) for path in DOCUMENTS for match in BLOCK.finditer(path.read_text())]
 BLOCKS = [(path, match) for path, match in ALL_BLOCKS if match["language"] != "text"]
 PRINTED = "printed by the block above"

@@ -16,7 +16,7 @@ COMMANDS = ["compile", "generate", "validate", "inspect_layers", "benchmark", "p
 # their examples need a GGUF file, which test_import_faults.py makes, and Ray with a device: vllm/test_ray_serving.py
 NOT_RUN = ["import_checkpoint", "serve"]
 WITHOUT_FLAGS = "import_checkpoint"
-HELPERS = {"bisection", "common", "engines", "svg"}
+HELPERS = {"bisection", "common", "engines", "svg", "variants"}
 
 
 @cache

@@ -117,6 +117,33 @@ def test_the_factor_reaches_what_was_asked_for(context, short):
     assert int(factor_for(config, context) * config.max_position_embeddings) == context
 
 
+@pytest.mark.parametrize("windows", [False, True])
+def test_the_reference_runs_the_last_positions_one_by_one(windows, short, tmp_path):
+    from smollm3_neuron.check import streamed_reference
+
+    folder = tmp_path / "model"
+    shutil.copytree(short, folder)
+    config = json.loads((folder / "config.json").read_text())
+    changes = {"use_sliding_window": True, "sliding_window": 16, "layer_types": None} if windows else {}
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    ids = [(7 + 31 * i) % 200 for i in range(100)]
+    (whole,) = streamed_reference.StreamedModel(folder, torch.float64).logits([ids], [5])
+    model = streamed_reference.StreamedModel(folder, torch.float64)
+    lengths = []
+    model.layers[0].register_forward_pre_hook(lambda layer, args: lengths.append(args[0].shape[1]))
+    (singly,) = model.logits([ids], [5], one_by_one=True)
+    assert lengths == [95, 1, 1, 1, 1, 1]
+    torch.testing.assert_close(singly, whole, rtol=0, atol=1e-12)
+
+
+def test_the_reference_makes_no_mask(short):
+    from smollm3_neuron.check.streamed_reference import StreamedModel
+
+    model = StreamedModel(short, torch.float32)
+    for _ in model.logits([[3, 5, 7, 9]], [1]):
+        assert [outline.given["attention_mask"] for outline in model._model.layers] == [None] * len(model.layers)
+
+
 def test_the_references_mlps_run_in_pieces(short, monkeypatch):
     from smollm3_neuron.check import streamed_reference
 

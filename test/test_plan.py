@@ -69,3 +69,21 @@ def test_what_it_refuses(args, parts):
     lines = [line for line in done.stderr.splitlines() if line]
     assert done.returncode == 2 and len(lines) == 1 and lines[0].startswith("error: "), done.stderr
     assert [part for part in parts if part not in lines[0]] == []
+
+
+def test_several_tokens_in_one_step():
+    """Each accepted candidate is a token more of a step; what differs in a step are its logits and operations."""
+    (one,) = json.loads(plan("--tp", 2, "--json").stdout)["plans"]
+    (several,) = json.loads(plan("--tp", 2, "--speculation-length", 5, "--json").stdout)["plans"]
+    assert several["logits"] == 5 * one["logits"] and several["decode_bytes"] == one["decode_bytes"]
+    step = several["verify_seconds_expected"]
+    assert one["decode_seconds_expected"] <= step < 1.01 * one["decode_seconds_expected"]
+    by_share = several["tokens_per_second_expected_by_accepted"]
+    assert by_share == pytest.approx(
+        {"0": 1 / step, "0.25": 2 / step, "0.5": 3 / step, "0.75": 4 / step, "1": 5 / step}
+    )
+    done = plan("--tp", 2, "--speculation-length", 5)
+    assert "  tokens per second, 50% accepted" in done.stdout
+    assert "accepted" not in plan("--tp", 2).stdout
+    refused = plan("--speculation-length", 1)
+    assert refused.returncode == 2 and "speculation_length is 1, allowed is 0 (off)" in refused.stderr

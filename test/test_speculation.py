@@ -1,9 +1,12 @@
 """Several tokens in one step, on the CPU runtime: the tokens are those of steps of one token, whatever was guessed."""
 
+import json
 import random
 
 import pytest
 import torch
+from commands import run
+from places import ROOT
 from test_features import drafts_of, prompt
 
 from nxd_sources import model_jobs
@@ -204,3 +207,65 @@ def test_numbers_of_candidates_that_are_not_possible(count, length, named, model
     monkeypatch.setattr(model.config.neuron_config, "speculation_length", length)
     with pytest.raises(SmolLM3Error, match=f"^prompt_lookup is {count}, [^\n]*{named}[^\n]*$"):
         generate(model, PROMPTS, 4, prompt_lookup=count)
+
+
+@pytest.mark.parametrize("fault", [None, shifted_positions, a_cache_that_is_not_rolled_over])
+def test_validation_judges_the_graph_that_verifies(fault, model, random_checkpoints, monkeypatch):
+    """In a text, which it reads, and where so many candidates are found."""
+    from smollm3_neuron.check.validation import IDENTICAL, WRONG, Case, Reference, validate
+
+    if fault:
+        fault(model, monkeypatch)
+    text = prompt(30, 7)
+    cases = [*(Case("prompt", str(p), p) for p in PROMPTS), Case("text", "text", text[:1], text[1:])]
+    reference = Reference(random_checkpoints["plain"], torch.float32)
+    report = validate(model, reference, cases, 8, prompt_lookup=WIDTH - 1)
+    assert report.verdict == (WRONG if fault else IDENTICAL)
+    (judged,) = report.cases_of("text")
+    assert judged.verdict == report.verdict
+
+
+def test_commands(tmp_path):
+    """The answer with prompt lookup is the one without; benchmark.py says how many candidates were right."""
+
+    def command(script, *args):
+        return run(ROOT / f"scripts/{script}.py", *args)
+
+    artifact = tmp_path / "artifact"
+    shape = ["--model", "tiny", "--tp", 1, "--seq-len", 96, "--dtype", "float32", "--device", "cpu"]
+    done = command("compile", *shape, "--speculation-length", 5, "--output", artifact)
+    assert done.returncode == 0, done.stderr
+    asked = [artifact, "7 * 8 = 56\n7 * 9 = 63\n7 * 8 =", "--max-new-tokens", 24]
+    plain, looked_up = command("generate", *asked), command("generate", *asked, "--prompt-lookup", 4)
+    assert looked_up.stdout == plain.stdout and "candidates accepted" in looked_up.stderr
+    refused = command("generate", *asked, "--prompt-lookup", 5)
+    assert refused.returncode == 2 and "prompt_lookup is 5, allowed is a whole number from 1 to 4" in refused.stderr
+    sizes = ["--prompt-lengths", 40, "--new-tokens", 16, "--rounds", 1, "--without-transformers"]
+    done = command("benchmark", artifact, *sizes, "--prompt-lookup", 4, "--json", tmp_path / "json")
+    rows = json.loads((tmp_path / "json").read_text())["rows"]
+    engines = ["artifact", "artifact, prompt lookup"]
+    assert [(row["engine"], row["prompts"]) for row in rows] == [
+        (e, kind) for kind in ("free", "copying") for e in engines
+    ]
+    for row in rows:
+        assert (row["lookup_ratio"] is None) == (row["engine"] == "artifact") == (row["accepted"] is None)
+    assert rows[-1]["prompts"] == "copying" and 0 <= rows[-1]["accepted"] <= 1
+    done = command("benchmark", artifact, *sizes, "--prompt-lookup", 5)
+    assert done.returncode == 2 and "prompt_lookup is 5" in done.stderr
+
+
+def test_the_copying_model_is_widened_without_a_change():
+    """What tools/train_copying.py writes answers as what it trained, and is large enough to be compiled ahead."""
+    from train_copying import TRAINED, batch, build_config, widened
+    from transformers import SmolLM3ForCausalLM
+
+    ensure_neuronx()
+    from nxd_cpu_compiler.build import LEAST_BYTES
+
+    torch.manual_seed(0)
+    model = SmolLM3ForCausalLM(build_config(TRAINED)).eval()
+    ids = batch()["input_ids"][:2]
+    wide = widened(model).eval()
+    with torch.inference_mode():
+        torch.testing.assert_close(wide(ids).logits, model(ids).logits, rtol=0, atol=1e-5)
+    assert sum(parameter.nbytes for parameter in wide.parameters()) > LEAST_BYTES

@@ -180,6 +180,20 @@ def test_the_values_are_transformers_own(bases, tmp_path):
     assert [size > 0 for size in found.spacing_sizes] == found.rope_of_spacing == [True, True, True, False, True]
 
 
+@pytest.mark.parametrize("dtype, ulp", [(torch.float32, 2**-23), (torch.bfloat16, 2**-7)])
+def test_a_value_may_be_off_by_what_inspection_says(dtype, ulp):
+    """Four times transformers' largest error and four units in the last place, as shares of the largest element."""
+    from smollm3_neuron.check.inspection import compared
+
+    key, exact = (0, "layer_input"), torch.tensor([1.0, -8.0, float("-inf")])
+    theirs = exact + torch.tensor([0.008, 0.0, 0.0])
+    for times, wrong in ((0.99, False), (1.01, True)):
+        allowed = 4 * 0.001 + 4 * ulp
+        ours = exact + torch.tensor([0.0, times * allowed * 8, 0.0])
+        (difference,) = compared({key: ours}, {key: theirs}, {key: exact}, dtype).values()
+        assert difference.tolerance == pytest.approx(allowed, rel=1e-4) and difference.is_wrong == wrong
+
+
 def test_the_inspection_of_a_right_model_says_right_whatever_the_prompt(tmp_path):
     """A CPU rounds a product of few rows less: transformers' error must be measured with as many."""
     from transformers import AutoTokenizer

@@ -37,6 +37,8 @@ PART = (
     "src/generate/turns.py",
     "src/check/__init__.py",
     "src/check/altered_reference.py",
+    "src/check/drift.py",
+    "src/check/prompts.py",
     "src/check/reference.py",
     "src/check/streamed_reference.py",
     "src/check/validation.py",

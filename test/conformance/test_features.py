@@ -25,6 +25,7 @@ IN_PARTS = (
     "on-device-sampling-tp1",
     "vocab-parallel-odd-vocabulary-tp1",
     "rope-float64-tp1",
+    "speculation-2-tp1",
 )
 
 
@@ -198,7 +199,6 @@ FEATURES = [
         )
         for tp in (2, 4)
     ),
-    # as transformers' tokens at positions as near as these
     *(
         Feature(
             f"rope-float64-{name}tp{tp}", {"tp_degree": tp, "rope_precision": "float64"}, SHORT_AND_LONG, checkpoint
@@ -396,5 +396,4 @@ def test_all_rope_is_a_llama(random_checkpoints):
 
 def test_random_checkpoints_leave_tying_out(random_checkpoints):
     """transformers does not write the default, so they are what a config without the key is."""
-    config = json.loads(Path(random_checkpoints["plain"], "config.json").read_text())
-    assert "tie_word_embeddings" not in config
+    assert "tie_word_embeddings" not in json.loads(Path(random_checkpoints["plain"], "config.json").read_text())

@@ -24,7 +24,7 @@ from .processes import side_by_side
 from .run import CONSTANTS, FOLDER, PLAN, cpu_features, product_dtypes
 
 _aten = torch.ops.aten
-MANY_ROWS = 32
+FEW_ROWS, MANY_ROWS = 8, 32
 LEAST_BYTES = 64 << 20  # of weights: below it a step takes a few ms as it is
 
 
@@ -171,34 +171,41 @@ def _compile(part: Part, output: Path, threads: int) -> None:
 
 
 def write_products(module: fx.GraphModule) -> None:
-    """Linears (rows, K) @ (N, K) in the form that is fastest on a CPU; with few rows they stay as they are.
+    """Linears (rows, K) @ (N, K) in the form that is fastest on a CPU; between few rows and many they stay as they are.
 
-    One row as multiply and sum in float32: that becomes one loop, which reads the weight at the memory's bandwidth, two
-    to three times as fast as a matrix product. Many rows as weight @ rows, the rows in columns: 3 to 10% faster; or as
-    `widen_products` has them, where the CPU has no instructions for their dtype.
+    Few rows as multiply and sum in float32: that becomes one loop, which reads the weight once, at the memory's
+    bandwidth, two to three times as fast as a matrix product. Many rows as weight @ rows, the rows in columns: 3 to 10%
+    faster; or as `widen_products` has them, where the CPU has no instructions for their dtype.
     """
     widen_products(module)
     graph, call = module.graph, module.graph.call_function
-    given: dict[fx.Node, fx.Node] = {}  # x, as the products take it
+    given: dict[fx.Node, list[fx.Node]] = {}  # x, as the products take it: whole, or few rows one by one
     for node in graph.find_nodes(op="call_function", target=_aten.linear.default):
         x, weight, *bias = node.args
         result, width = node.meta["val"], x.meta["val"].shape[-1]
         rows = x.meta["val"].numel() // width
-        if 1 < rows < MANY_ROWS:
+        if FEW_ROWS < rows < MANY_ROWS:
             continue
         with graph.inserting_before(node):
             if x not in given:
-                flat = call(_aten.reshape.default, (x, [rows, width] if rows > 1 else [width]))
-                if rows == 1:  # stored before the loop, which would compute it again for every row of the weight
-                    given[x] = call(_aten.as_strided.default, (flat, [width], [1]))
-                else:
-                    turned = call(_aten.t.default, (flat,))
-                    given[x] = call(_aten.clone.default, (turned,), {"memory_format": torch.contiguous_format})
-            if rows == 1:
-                wide = tuple(call(_aten.to.dtype, (tensor, torch.float32)) for tensor in (given[x], weight))
-                total = call(_aten.sum.dim_IntList, (call(_aten.mul.Tensor, wide), [-1]))
+                flat = call(_aten.reshape.default, (x, [rows, width]))
+                turned = flat if rows <= FEW_ROWS else call(_aten.t.default, (flat,))
+                stored = call(_aten.clone.default, (turned,), {"memory_format": torch.contiguous_format})
+                given[x] = [stored]
+                if rows <= FEW_ROWS:  # stored before the loop, which would compute them for every row of the weight
+                    given[x] = [
+                        call(_aten.as_strided.default, (stored, [width], [1], row * width)) for row in range(rows)
+                    ]
+            if rows <= FEW_ROWS:  # a sum for each, which one loop over the weight adds up side by side
+                wide = call(_aten.to.dtype, (weight, torch.float32))
+                products = [
+                    call(_aten.mul.Tensor, (call(_aten.to.dtype, (row, torch.float32)), wide)) for row in given[x]
+                ]
+                total = call(
+                    _aten.stack.default, ([call(_aten.sum.dim_IntList, (product, [-1])) for product in products],)
+                )
             else:
-                total = call(_aten.t.default, (call(_aten.mm.default, (weight, given[x])),))
+                total = call(_aten.t.default, (call(_aten.mm.default, (weight, given[x][0])),))
             for added in bias:
                 total = call(_aten.add.Tensor, (total, added))
             total = call(_aten.to.dtype, (call(_aten.reshape.default, (total, list(result.shape))), result.dtype))

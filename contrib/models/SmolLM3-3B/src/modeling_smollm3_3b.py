@@ -74,8 +74,11 @@ class SmolLM3NeuronConfig(NeuronConfig):
     model/rope.py. Raises SmolLM3Error for an unknown keyword.
     """
 
+    rope_precision = ROPE_PRECISIONS[0]  # the default is not saved: the JSON and its digest stay the library's
+
     def __init__(self, rope_precision: str = ROPE_PRECISIONS[0], **kwargs):
-        self.rope_precision = rope_precision
+        if rope_precision != ROPE_PRECISIONS[0]:
+            self.rope_precision = rope_precision
         with quiet_about_keywords():  # what is derived is saved, too, and comes back as a keyword
             super().__init__(**kwargs)
         check_keywords(kwargs, self)

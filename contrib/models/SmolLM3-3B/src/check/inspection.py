@@ -2,7 +2,8 @@
 """The model beside transformers, layer by layer and value by value, and what each layer does to positions.
 
 The models run uncompiled, one prompt in one pass, with hooks on their modules: on the CPU runtime every rank in its
-thread, in the library's own CPU mode its one rank. What a value may be off by is measured as in validation.py.
+thread, in the library's own CPU mode its one rank. A value may be off by ALLOWED times what transformers' own run in
+the dtype is off on the same tokens, and by ULPS units in the last place of its largest element.
 """
 
 from collections.abc import Sequence
@@ -20,6 +21,11 @@ from ..model.config import CheckpointConfig, read_config
 from .streamed_reference import WIDER, StreamedModel
 from .validation import ALLOWANCE
 
+# twice what the logits of many positions may be off: one value has few elements to look for the largest error in
+ALLOWED = 2 * ALLOWANCE
+# of 1, in the model's dtype: for values that transformers happens not to round, such as an embedding's. The number is
+# chosen; what right models need was never measured on a device
+ULPS = 4
 # in the order of the data's flow
 LAYER_VALUES = (
     "layer_input", "attention_norm_output", "attention_queries", "attention_keys", "attention_values",
@@ -318,9 +324,10 @@ def _layout(layout: list[int | None], held: int, count: int) -> list[int | None]
 
 
 def compared(ours: Values, theirs: Values, exact: Values, dtype: torch.dtype) -> dict[Key, Difference]:
-    """Returns by how much `ours` is off from `exact`, and by how much it may be, as `theirs` is; in the data's order.
+    """Returns by how much `ours` is off from `exact`, and by how much it may be, in the data's order.
 
-    Masked scores are left out of the comparison.
+    `theirs` is transformers' run in `dtype`. Both are shares of the value's largest element; ALLOWED and ULPS say how
+    the second follows from what `theirs` is off. Masked scores are left out of the comparison.
     """
     layers = sorted({layer for layer, _ in ours if layer is not None})
     keys = [*((layer, name) for layer in layers for name in LAYER_VALUES), *((None, name) for name in MODEL_VALUES)]
@@ -335,8 +342,7 @@ def compared(ours: Values, theirs: Values, exact: Values, dtype: torch.dtype) ->
             continue
         scale = right[unmasked].abs().max().clamp_min(torch.finfo(dtype).tiny)
         error, noise = (((value - right)[unmasked].abs().max() / scale).item() for value in (mine, other))
-        # one value has few elements to look for transformers' largest error in: as much again, and an ulp of the scale
-        differences[key] = Difference(error, 2 * ALLOWANCE * noise + 4 * torch.finfo(dtype).eps)
+        differences[key] = Difference(error, ALLOWED * noise + ULPS * torch.finfo(dtype).eps)
     return differences
 
 

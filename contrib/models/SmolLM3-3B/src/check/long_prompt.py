@@ -4,7 +4,7 @@
 from ..errors import SmolLM3Error
 from .validation import Case
 
-EARLIER = 128  # positions of the prompt, at which the reference is measured, too: an answer alone has few
+EARLIER = 32  # positions of the prompt, at which the reference is measured, too: an answer alone has few
 ANSWER = "7421"
 NEEDLE = f" The number to remember is {ANSWER}. "
 QUESTION = "\n\nWhich number was to be remembered? The number to remember is"

@@ -2,7 +2,7 @@
 """transformers as the reference where its whole model has no room: its own layers, one at a time, from the files.
 
 A pass takes all cases through one layer before it reads the next one, so the weights of one layer are in memory, or
-those of the head. The logits are those of the whole model, bit for bit, to ROWS positions; a longer prompt takes memory
+those of the head. The logits are those of the whole model, bit for bit, to ROWS positions. A longer prompt takes memory
 that grows with its length, never with the square of it: there is no mask, and the MLPs run in pieces.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, SmolLM3Config
+from transformers import AutoModelForCausalLM, DynamicCache, SmolLM3Config
 
 from ..model.config import fields_for_transformers, read_config
 from ..model.rope import RotaryTable
@@ -39,6 +39,24 @@ class _Outline(nn.Module):
     def forward(self, hidden_states: Tensor, **given: Any) -> Tensor:
         self.given = given
         return hidden_states
+
+
+def _through(layer: nn.Module, states: Tensor, given: dict[str, Any], singly: int) -> Tensor:
+    """Returns what a layer makes of `states`, the last `singly` positions one at a time over transformers' cache."""
+    length, cache, parts = states.shape[1], DynamicCache() if singly else None, []
+    first = length - singly
+    for begin, end in [(0, first), *((position, position + 1) for position in range(first, length))]:
+        own = dict(given)
+        if cache is not None:
+            own |= {"past_key_values": cache, "use_cache": True}
+            own["position_ids"] = given["position_ids"][:, begin:end]
+            own["cache_position"] = given["cache_position"][begin:end]
+            own["position_embeddings"] = tuple(wave[:, begin:end] for wave in given["position_embeddings"])
+            if given["attention_mask"] is not None:
+                own["attention_mask"] = given["attention_mask"][..., begin:end, :end]
+        output = layer(states[:, begin:end], **own)
+        parts.append(output if torch.is_tensor(output) else output[0])
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 def _in_pieces(mlp: Callable[[Tensor], Tensor], hidden_states: Tensor) -> Tensor:
@@ -101,22 +119,26 @@ class StreamedModel:
         module.load_state_dict(state, assign=True)
 
     @torch.no_grad()
-    def logits(self, inputs: Sequence[Sequence[int]], keep: Sequence[int | Tensor]) -> Iterator[Tensor]:
+    def logits(
+        self, inputs: Sequence[Sequence[int]], keep: Sequence[int | Tensor], one_by_one: bool = False
+    ) -> Iterator[Tensor]:
         """Yields the logits [positions, vocab_size] of each of `inputs` (token ids), in order, in one pass.
 
         `keep` has for each what transformers' logits_to_keep takes: how many of the last positions, or their indices.
+        With `one_by_one`, where it is how many, those positions run as transformers generates: each over its cache.
         """
         embeddings = self._alteration.merged("embed_tokens.weight", self._stored("embed_tokens.weight"), self.dtype)
         hidden = [embeddings[torch.tensor(ids)].to(self.dtype)[None] for ids in inputs]
         given = []
         for states in hidden:
-            self._model(inputs_embeds=states, use_cache=False)
+            # told that nothing is padding, and only then, transformers makes no mask of the length squared
+            nothing_padded = torch.ones(states.shape[:2], dtype=torch.long)
+            self._model(inputs_embeds=states, attention_mask=nothing_padded, use_cache=False)
             given.append([outline.given for outline in self._model.layers])
         for index, layer in enumerate(self.layers):
             self._fill(layer, f"layers.{index}")
             for case, of_layers in enumerate(given):
-                output = layer(hidden[case], **of_layers[index])
-                hidden[case] = output if torch.is_tensor(output) else output[0]
+                hidden[case] = _through(layer, hidden[case], of_layers[index], keep[case] if one_by_one else 0)
             layer.to("meta")
         self._fill(self.norm, "norm")
         hidden = [self.norm(states) for states in hidden]
@@ -133,7 +155,8 @@ class Reference:
 
     `passes` counts by dtype how often all layers were read. `unquantized` is None, or beside 8-bit weights the same
     model without them, in bfloat16. `earlier` has, by dtype and prompt, the logits of up to so many positions before
-    the answer, where that is asked for: of one prompt alone they are more to measure by.
+    the answer, where that is asked for: of one prompt alone they are more to measure by. They and the answer's then run
+    one by one, as the model's own: over many keys that rounds otherwise than all positions at once.
     """
 
     def __init__(self, folder: str | Path, dtype: torch.dtype, *, earlier: int = 0, **altered: Any):
@@ -154,7 +177,8 @@ class Reference:
         inputs = [[*prompt, *forced[:-1]] for prompt, forced in zip(prompts, tokens)]
         before = [min(self._earlier, len(prompt) - 1) for prompt in prompts]
         kept = [len(forced) + count for forced, count in zip(tokens, before)]
-        for prompt, count, logits in zip(prompts, before, self._models[dtype].logits(inputs, kept)):
+        passed = self._models[dtype].logits(inputs, kept, one_by_one=bool(self._earlier))
+        for prompt, count, logits in zip(prompts, before, passed):
             if self._earlier:
                 self.earlier[dtype, tuple(prompt)] = logits[:count]
             yield logits[count:]

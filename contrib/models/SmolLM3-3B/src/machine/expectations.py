@@ -89,6 +89,21 @@ class Expectation:
         return self.overhead + max(of.decode_bytes / HBM.value, of.decode_flops / self._flops)
 
     @property
+    def verify_seconds(self) -> float | None:
+        """Of one step of the whole batch that verifies the estimate's `speculation_length` tokens."""
+        of = self.estimate
+        if self.overhead is None or of.dtype != "bfloat16":
+            return None
+        return self.overhead + max(of.verify_bytes / HBM.value, of.verify_flops / self._flops)
+
+    def speculated_tokens_per_second(self, accepted: float) -> float | None:
+        """Of the whole batch, where every step has all its candidates and this share of them is accepted, 0 to 1."""
+        if self.verify_seconds is None:
+            return None
+        of = self.estimate
+        return of.batch_size * (1 + accepted * (of.speculation_length - 1)) / self.verify_seconds
+
+    @property
     def prefill_seconds(self) -> float | None:
         """To the first token of one prompt batch of the whole context."""
         of = self.estimate

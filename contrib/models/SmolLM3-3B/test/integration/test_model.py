@@ -123,6 +123,7 @@ def assert_right(model, reference: Reference, cases: list[Case], tokenizer, eos=
     allowed = (IDENTICAL,) if reference.dtype == torch.float32 else (IDENTICAL, NEAR_TIE)
     wrong = {judged.case.text: judged.reason for judged in report.cases if judged.verdict not in allowed}
     assert wrong == {}, wrong
+    assert report.verdict in allowed, report.drift
     for judged in report.cases:
         if judged.case.text == SQUARE_ROOT and ROOT_OF_144 in tokenizer.decode(judged.expected):
             assert judged.verdict == IDENTICAL, judged.reason
