@@ -109,7 +109,7 @@ def check(results: list) -> list:
 
 def calls(cluster) -> Counter:
     """How many requests each replica has answered, by its log."""
-    logs = (cluster.folder / "ray").glob("**/session_2*/logs/serve/replica_*LLMServer*.log")
+    logs = Path(cluster.session.name).glob("**/session_2*/logs/serve/replica_*LLMServer*.log")
     return Counter({log.name: log.read_text().count("CALL completions OK") for log in set(map(Path.resolve, logs))})
 
 

@@ -4,10 +4,12 @@
 import dataclasses
 import os
 import pickle
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import ray.data
+import ray.exceptions
 
 from ..artifact.folder import Artifact
 from ..batch.requests import Answer, Request
@@ -83,5 +85,10 @@ def answer_on_ray(artifact: Artifact, requests: Iterable[Request], replicas: int
         num_cpus=1,
         resources={NEURON_CORES: settings.tp_degree},
     )
-    for batch in answered.iter_batches(batch_size=None, prefetch_batches=0):
-        yield [pickle.loads(answer) for answer in batch["answer"]]
+    try:
+        for batch in answered.iter_batches(batch_size=None, prefetch_batches=0):
+            yield [pickle.loads(answer) for answer in batch["answer"]]
+    except ray.exceptions.RayError as error:  # it quotes what an engine's process raised
+        if found := re.findall(r"SmolLM3Error: (.*)", str(error)):
+            raise SmolLM3Error(found[-1]) from None
+        raise
