@@ -44,7 +44,9 @@ def test_2000_rows_though_a_worker_is_killed_twice(release, vllm_neuron, tmp_pat
     assert sorted(answer["id"] for answer in answers) == sorted(row["id"] for row in rows)
     wanted = {prompt: expected(prompt, NEW_TOKENS) for prompt in PROMPTS}
     assert {answer["id"]: answer["text"] for answer in answers} == {row["id"]: wanted[row["prompt"]] for row in rows}
-    print(f"\n{(tmp_path / 'log').read_text().splitlines()[-1]}; {peak / 1e9:.2f} GB of private memory")
+    (summary,) = (line for line in (tmp_path / "log").read_text().splitlines() if line.startswith(f"{ROWS} rows: "))
+    assert summary.startswith(f"{ROWS} rows: {ROWS} answered, 0 answered before, 0 bad; ")
+    print(f"\n{summary}; {peak / 1e9:.2f} GB of private memory")
 
 
 def test_engines_that_do_not_start_are_one_line(release, vllm_neuron, tmp_path):
