@@ -53,11 +53,11 @@ def test_engines_that_do_not_start_are_one_line(release, vllm_neuron, tmp_path):
     command = artifact_command(TINY, SETTINGS, release, vllm_neuron, tmp_path)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1="}\n')
     config = tmp_path / "checkpoint" / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "rope_theta": 1.0}))
+    config.write_text(json.dumps({**json.loads(config.read_text()), "rope_theta": 5.0}))
     with Cluster(release, vllm_neuron, tmp_path / "c") as cluster:
         arguments = ["rows.jsonl", "answers.jsonl", "--artifact", command[0].partition("=")[2], "--replicas", "1"]
         script = [sys.executable, ROOT / "scripts" / "batch.py", *arguments]
         done = subprocess.run(script, env=cluster.env, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr[-3000:]
-    assert "error: NEURON_COMPILED_ARTIFACTS=" in done.stderr and "the one to be served has 1.0" in done.stderr
+    assert "error: NEURON_COMPILED_ARTIFACTS=" in done.stderr and "the one to be served has 5.0" in done.stderr
     assert (tmp_path / "answers.jsonl").read_text() == ""

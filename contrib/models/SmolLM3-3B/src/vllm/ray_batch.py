@@ -2,6 +2,7 @@
 """A batch on a Ray cluster: Ray Data hands rows to vLLM engines, one for each group of NeuronCores."""
 
 import dataclasses
+import logging
 import os
 import pickle
 import re
@@ -76,6 +77,7 @@ def answer_on_ray(artifact: Artifact, requests: Iterable[Request], replicas: int
     if not items:
         return
     ray.data.DataContext.get_current().enable_progress_bars = False
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # it would print each error with all of its frames
     size = PER_SLOT * settings.batch_size
     answered = ray.data.from_items(items, override_num_blocks=-(-len(items) // size)).map_batches(
         Engine,
