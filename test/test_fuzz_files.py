@@ -232,7 +232,7 @@ class Manifest(Fuzz):
         self.file = self.path / self.name
         rewrite(self.path)
         self.base = json.loads(self.file.read_text())
-        self.made_of = build._made_of(tiny_folder(), SETTINGS, "cpu", "tiny", None, None)
+        self.made_of = build._made_of(tiny_folder(), SETTINGS, "cpu", "tiny", None, None, {})
 
     def content(self, rng):
         keys = ("settings", "model", "files", "versions", "place", "format", "seconds", "adapter", "folder", "header")
