@@ -84,6 +84,8 @@ def tiers() -> list[Tier]:
     ):  # fmt: skip
         covers = (*MODEL, "scripts", "test/vllm")
         found.append(Tier(f"vllm-{vllm}-{version}", ("test/vllm -m vllm",), covers, version, vllm_neuron, python=venv))
+    covers = (*MODEL, "scripts", "deploy", "test/vllm")
+    found.append(Tier("ray", ("test/vllm -m ray",), covers, "0.8.0", "0.4.1", python=".venv-ray"))
     return found
 
 

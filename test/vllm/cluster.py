@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -20,21 +21,22 @@ CORES = (2, 4)  # of the nodes: one replica of TP 2 fits on the first, two on th
 
 
 class Cluster:
-    """The nodes are started and stopped by Ray's own commands; `folder` holds their logs."""
+    """The nodes are started and stopped by Ray's own commands; `session` holds their logs, under a short path: sockets
+    are in it, whose paths may have 107 characters."""
 
     def __init__(self, release, vllm_neuron: str, folder: Path):
-        self.folder = folder
+        self.folder, self.session = folder, tempfile.TemporaryDirectory(prefix="ray")
         self.env = environment(
             release,
             vllm_neuron,
             folder,
             RAY_USAGE_STATS_ENABLED="0",
-            RAY_TMPDIR=str(folder / "ray"),
+            RAY_TMPDIR=self.session.name,
             RAY_ADDRESS="127.0.0.1:6399",
             RAY_DASHBOARD_ADDRESS="http://127.0.0.1:8366",  # which `serve deploy` talks to
         )
         self.nodes: list[psutil.Process] = []
-        (folder / "ray").mkdir(parents=True)
+        folder.mkdir(exist_ok=True)
 
     def start_node(self, cores: int) -> None:
         before = set(raylets())
@@ -63,6 +65,7 @@ class Cluster:
         while self.nodes:
             self.lose_node()
         run("ray", ["stop", "--force"], self.env)
+        self.session.cleanup()
 
 
 def raylets() -> list[psutil.Process]:

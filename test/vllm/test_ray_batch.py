@@ -44,4 +44,20 @@ def test_2000_rows_though_a_worker_is_killed_twice(release, vllm_neuron, tmp_pat
     assert sorted(answer["id"] for answer in answers) == sorted(row["id"] for row in rows)
     wanted = {prompt: expected(prompt, NEW_TOKENS) for prompt in PROMPTS}
     assert {answer["id"]: answer["text"] for answer in answers} == {row["id"]: wanted[row["prompt"]] for row in rows}
-    print(f"\n{(tmp_path / 'log').read_text().splitlines()[-1]}; {peak / 1e9:.2f} GB of private memory")
+    (summary,) = (line for line in (tmp_path / "log").read_text().splitlines() if line.startswith(f"{ROWS} rows: "))
+    assert summary.startswith(f"{ROWS} rows: {ROWS} answered, 0 answered before, 0 bad; ")
+    print(f"\n{summary}; {peak / 1e9:.2f} GB of private memory")
+
+
+def test_engines_that_do_not_start_are_one_line(release, vllm_neuron, tmp_path):
+    command = artifact_command(TINY, SETTINGS, release, vllm_neuron, tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1="}\n')
+    config = tmp_path / "checkpoint" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "rope_theta": 5.0}))
+    with Cluster(release, vllm_neuron, tmp_path / "c") as cluster:
+        arguments = ["rows.jsonl", "answers.jsonl", "--artifact", command[0].partition("=")[2], "--replicas", "1"]
+        script = [sys.executable, ROOT / "scripts" / "batch.py", *arguments]
+        done = subprocess.run(script, env=cluster.env, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr[-3000:]
+    assert "error: NEURON_COMPILED_ARTIFACTS=" in done.stderr and "the one to be served has 5.0" in done.stderr
+    assert (tmp_path / "answers.jsonl").read_text() == ""

@@ -6,8 +6,6 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-import httpx
-import openai
 import pytest
 import torch
 import yaml
@@ -74,6 +72,9 @@ NEW_TOKENS = 8
 
 async def ask(count: int, at_once: int, during=None) -> list:
     """The answers, or the errors, of `count` requests; `during()` runs when a quarter of them is answered."""
+    import httpx
+    import openai
+
     client = openai.AsyncOpenAI(base_url=URL, api_key="none", max_retries=0, timeout=120)
     model = (await client.models.list()).data[0].id
     places, results = asyncio.Semaphore(at_once), [None] * count
@@ -109,7 +110,7 @@ def check(results: list) -> list:
 
 def calls(cluster) -> Counter:
     """How many requests each replica has answered, by its log."""
-    logs = (cluster.folder / "ray").glob("**/session_2*/logs/serve/replica_*LLMServer*.log")
+    logs = Path(cluster.session.name).glob("**/session_2*/logs/serve/replica_*LLMServer*.log")
     return Counter({log.name: log.read_text().count("CALL completions OK") for log in set(map(Path.resolve, logs))})
 
 
@@ -136,7 +137,7 @@ def test_a_killed_replica_comes_back_and_the_others_go_on(made):
     errors = check(results)
     print(f"\na replica killed: {len(errors)} of 200 failed: {Counter(str(error)[:90] for error in errors)}")
     assert len(errors) <= 16  # those that were open
-    assert all(isinstance(error, openai.APIStatusError) and error.status_code >= 500 for error in errors)
+    assert all(getattr(error, "status_code", 0) >= 500 for error in errors)
     wait_for(lambda: len(replicas()) == 2 and {p.pid for p in replicas()} != {p.pid for p in before}, "a new replica")
     wait_for(lambda: is_running(cluster, 2), "two running replicas")
     assert check(asyncio.run(ask(40, 8))) == []
@@ -152,7 +153,7 @@ def test_a_lost_node_leaves_the_other_answering_and_returns(made):
         cluster.start_node(CORES[1])
     print(f"\na node lost: {len(errors)} of 200 failed: {Counter(str(error)[:90] for error in errors)}")
     assert len(errors) <= 16
-    assert all(isinstance(error, openai.APIStatusError) and error.status_code >= 500 for error in errors)
+    assert all(getattr(error, "status_code", 0) >= 500 for error in errors)
     wait_for(lambda: is_running(cluster, 3), "three running replicas")
     assert check(asyncio.run(ask(20, 4))) == []
 

@@ -2,12 +2,15 @@
 """A batch on a Ray cluster: Ray Data hands rows to vLLM engines, one for each group of NeuronCores."""
 
 import dataclasses
+import logging
 import os
 import pickle
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import ray.data
+import ray.exceptions
 
 from ..artifact.folder import Artifact
 from ..batch.requests import Answer, Request
@@ -74,6 +77,7 @@ def answer_on_ray(artifact: Artifact, requests: Iterable[Request], replicas: int
     if not items:
         return
     ray.data.DataContext.get_current().enable_progress_bars = False
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # it would print each error with all of its frames
     size = PER_SLOT * settings.batch_size
     answered = ray.data.from_items(items, override_num_blocks=-(-len(items) // size)).map_batches(
         Engine,
@@ -83,5 +87,10 @@ def answer_on_ray(artifact: Artifact, requests: Iterable[Request], replicas: int
         num_cpus=1,
         resources={NEURON_CORES: settings.tp_degree},
     )
-    for batch in answered.iter_batches(batch_size=None, prefetch_batches=0):
-        yield [pickle.loads(answer) for answer in batch["answer"]]
+    try:
+        for batch in answered.iter_batches(batch_size=None, prefetch_batches=0):
+            yield [pickle.loads(answer) for answer in batch["answer"]]
+    except ray.exceptions.RayError as error:  # it quotes what an engine's process raised
+        if found := re.findall(r"SmolLM3Error: (.*)", str(error)):
+            raise SmolLM3Error(found[-1]) from None
+        raise
