@@ -159,6 +159,22 @@ def test_a_folder_for_these_flags_is_taken(folder, monkeypatch):
     serving.check_folder(served_config(batch_size=8))
 
 
+def test_the_order_of_an_adapters_modules_does_not_count(folder):
+    """The library makes a set of them, whose order is another in each process."""
+
+    def adapters(*names, rank=4):
+        config = served_config()
+        lora = {"target_modules": list(names), "max_lora_rank": rank, "lora_ckpt_paths": {}, "lora_ckpt_paths_cpu": {}}
+        config.neuron_config.lora_config = SimpleNamespace(**lora)
+        return config
+
+    adapters("q_proj", "up_proj").save(folder)
+    serving.check_folder(adapters("up_proj", "q_proj"))
+    for other in (adapters("up_proj"), adapters("up_proj", "q_proj", rank=8)):
+        with pytest.raises(SmolLM3Error, match="was made with lora_config"):
+            serving.check_folder(other)
+
+
 @pytest.mark.parametrize(
     "changes, parts",
     [

@@ -124,6 +124,11 @@ MERGE = "merge it into the weights"
         ({"target_modules": r".*\.up_proj"}, {}, ["a list of target_modules", MERGE]),
         ({"target_modules": ["up_proj"]}, {"quantized": True}, ["quantized weights", MERGE]),
         ({"target_modules": ["up_proj"]}, {"max_lora_rank": 2}, ["has rank 4, max_lora_rank is 2"]),
+        (
+            {"target_modules": ["up_proj", "q_proj"], "rank_pattern": {"q_proj": 1}},
+            {},
+            ["q_proj.lora_A.weight has rank 1", "rank 2 and more", MERGE],
+        ),
     ],
 )
 def test_what_cannot_be_served_is_named(adapter, changes, named, random_checkpoints, tmp_path):

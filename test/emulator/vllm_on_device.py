@@ -126,10 +126,10 @@ class Server:
             f"{self.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
 
-    def answer(self, prompt, max_tokens=12) -> tuple[int, dict]:
+    def answer(self, prompt, max_tokens=12, **more) -> tuple[int, dict]:
         """The HTTP status and the body."""
         try:
-            with urllib.request.urlopen(self.request(prompt, max_tokens), timeout=300) as response:
+            with urllib.request.urlopen(self.request(prompt, max_tokens, **more), timeout=300) as response:
                 return response.status, json.loads(response.read())
         except urllib.error.HTTPError as error:
             return error.code, json.loads(error.read())

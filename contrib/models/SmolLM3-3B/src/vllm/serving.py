@@ -107,6 +107,13 @@ def serve_command(artifact: Artifact) -> str:
     return f"{FOLDER}={shlex.quote(str(artifact.path.resolve()))} {shlex.join(words)}"
 
 
+def _in_order(value: Any) -> Any:
+    """Returns a field's value, target_modules of a `lora_config` sorted: the library lists them in any order."""
+    if isinstance(value, dict) and isinstance(value.get("target_modules"), list):
+        return {**value, "target_modules": sorted(value["target_modules"])}
+    return value
+
+
 def check_folder(config: Any) -> None:
     """Raises SmolLM3Error where NEURON_COMPILED_ARTIFACTS is not what a server with this config would compile.
 
@@ -126,7 +133,7 @@ def check_folder(config: Any) -> None:
     asked_for = json.loads(config.to_json_string())
     is_prefix_caching = config.neuron_config.is_prefix_caching or made_with.get("is_prefix_caching")
     for field in fields(Settings):
-        made, asked = made_with.get(field.name), asked_for["neuron_config"].get(field.name)
+        made, asked = (_in_order(of.get(field.name)) for of in (made_with, asked_for["neuron_config"]))
         if made != asked and (field.name not in BLOCKS or is_prefix_caching):
             flag = FLAGS.get(field.name, "override_neuron_config")
             raise SmolLM3Error(

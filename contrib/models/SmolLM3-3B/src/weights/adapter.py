@@ -262,6 +262,10 @@ def _check_served(adapter: Adapter, max_lora_rank: int) -> None:
                 f"{adapter.folder}: {next(iter(roles.values()))} is ignored by the library; {MERGE_INSTEAD}"
             )
         rank = adapter._shape(roles["a"])[0]
+        if rank == 1:  # it squeezes the tensor, and ends with an IndexError
+            raise SmolLM3Error(
+                f"{adapter.folder}: {roles['a']} has rank 1, the library serves rank 2 and more; {MERGE_INSTEAD}"
+            )
         if rank > max_lora_rank:
             raise SmolLM3Error(
                 f"{adapter.folder}: {roles['a']} has rank {rank}, max_lora_rank is {max_lora_rank}; raise it"
