@@ -63,7 +63,7 @@ def tiers() -> list[Tier]:
     ]
     for version in ("0.8.0", "0.7.0", "0.9.0"):
         calls = ("test/conformance", "test/conformance/test_real_library.py -m slow")
-        ignored = "--ignore test/emulator/test_vllm.py --ignore test/emulator/test_vllm_server.py"
+        ignored = "--ignore-glob test/emulator/test_vllm*"
         on_device = (*COMPILED, "contrib/neuron_emulator", "scripts", "test/emulator")
         found += [
             Tier(f"sources-{version}", calls, MODEL, version),
@@ -74,7 +74,9 @@ def tiers() -> list[Tier]:
             ),
         ]  # fmt: skip
     for vllm, vllm_neuron in (("0.13", "0.4.1"), ("0.16", "0.5.0")):
-        calls = ("test/emulator/test_vllm.py test/emulator/test_vllm_server.py -m emulator",)
+        calls = (
+            "test/emulator/test_vllm.py test/emulator/test_vllm_server.py test/emulator/test_vllm_lora.py -m emulator",
+        )
         found.append(
             Tier(f"emulator-vllm-{vllm}-0.8.0", calls, on_device, "0.8.0", vllm_neuron, f".venv-emulator-vllm-{vllm}")
         )
