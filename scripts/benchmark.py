@@ -294,7 +294,7 @@ def cells(row: Row) -> dict[str, str]:
         "engine": row.engine,
         "TP": str(row.tp_degree),
         "batch": str(row.batch_size),
-        "prompt": f"{row.prompt_length} {row.prompts}",
+        "prompt": f"{row.prompt_length} {row.prompts}" if row.prompts == "copying" else str(row.prompt_length),
         "first token ms": f"{row.first_token * 1e3:.1f}",
         "token ms p50/p90/p99": "/".join(f"{seconds * 1e3:.2f}" for seconds in row.percentiles.values()),
         "tokens/s": f"{row.tokens_per_second:.1f}",
@@ -312,13 +312,10 @@ def cells(row: Row) -> dict[str, str]:
 
 
 def table(rows: list[Row]) -> str:
-    columns = cells(rows[0])
-    lines = [
-        " | ".join(columns),
-        " | ".join("---" for _ in columns),
-        *(" | ".join(cells(row).values()) for row in rows),
-    ]
-    return "\n".join(f"| {line} |" for line in lines)
+    filled = [cells(row) for row in rows]
+    columns = [name for name in filled[0] if any(row[name] for row in filled)]
+    lines = [columns, ["---"] * len(columns), *([row[name] for name in columns] for row in filled)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def plot_over_lengths(rows: list[Row], title: str, measure_of, y_label: str) -> str:
