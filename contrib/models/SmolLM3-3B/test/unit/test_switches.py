@@ -217,12 +217,7 @@ def test_what_cannot_encode_a_context(settings, named):
 
 
 def test_a_kernel_that_computes_the_rotation_itself_has_no_table():
-    from dataclasses import asdict
-
-    from smollm3_neuron.artifact.settings import Settings
-
-    config = SimpleNamespace(**asdict(Settings(rope_precision="float64")), attn_tkg_builtin_kernel_enabled=True)
+    kernel = {"attn_tkg_builtin_kernel_enabled": True}
     with pytest.raises(SmolLM3Error, match="rope_precision is 'float64', but .*attn_tkg_builtin_kernel_enabled"):
-        check_encoding(config)
-    config.rope_precision = "float32"
-    check_encoding(config)
+        encoding(rope_precision="float64", **kernel)
+    encoding(rope_precision="float32", **kernel)
