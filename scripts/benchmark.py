@@ -174,7 +174,7 @@ def measure(artifact: Artifact, place: str, args: argparse.Namespace, ceiling: t
                 f"context of {settings.max_context_length} and sequence of {settings.seq_len}"
             )
     if args.prompt_lookup is not None:
-        check_prompt_lookup(args.prompt_lookup, settings.speculation_length)
+        check_prompt_lookup(args.prompt_lookup, settings)
     engines = start_engines(artifact, place, args)
     rows = []
     kinds = ("free", "copying") if args.prompt_lookup is not None else ("free",)

@@ -118,7 +118,8 @@ def add_graphs(group) -> None:
         type=int,
         metavar="K",
         default=Settings.speculation_length,
-        help="a further graph, which verifies K tokens in one step: for generate.py --prompt-lookup (default: none)",
+        help="a graph that verifies K tokens in one step: a further one, for generate.py --prompt-lookup, or with "
+        "--draft the one that draft and model share (default: none)",
     )
     group.add_argument(
         "--windowed-context-encoding-size", type=int, metavar="N", help="encode contexts in windows of N tokens"
@@ -189,7 +190,10 @@ def settings_from(args: argparse.Namespace) -> Settings:
     """The artifact's settings: the arguments of the same names, and those that are named otherwise."""
     given = getattr(args, "on_device_sampling_config", "null")
     sampling = common.json_object("--on-device-sampling-config", given, '{"dynamic": true}')
+    if args.draft and sampling is None:
+        sampling = {"do_sample": False}  # its graphs choose the tokens, and are greedy
     renamed = {
+        "enable_fused_speculation": args.draft is not None,
         "tp_degree": args.tp,
         "lora_config": None,
         "torch_dtype": args.dtype,
@@ -315,6 +319,7 @@ def compile_and_report(args: argparse.Namespace, settings: Settings) -> None:
         revision=revision,
         weights_only=args.weights_only,
         merge_adapter=args.merge_adapter,
+        draft=args.draft,
         callbacks=Callbacks(on_step, Progress(unit="B", unit_scale=True), Progress(unit="part")),
     )
     if drops_head(folder, read_config(folder)):

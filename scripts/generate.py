@@ -174,13 +174,13 @@ def adapter_ids(names: list[str] | None, lora_config: dict | None, count: int) -
     return ids * count if len(ids) == 1 else ids
 
 
-def note_cut_answers(max_new_tokens: int, prompts: list[list[int]], seq_len: int) -> None:
+def note_cut_answers(max_new_tokens: int, prompts: list[list[int]], places: int) -> None:
     """Prints a line per prompt whose answer the cache will cut short. The last token needs no place in it."""
     for index, prompt in enumerate(prompts):
-        left = seq_len - len(prompt) + 1
-        if max_new_tokens > left > 0:
+        left = max(1, places - len(prompt) + 1)
+        if max_new_tokens > left:
             print(
-                f"note: --max-new-tokens {max_new_tokens}, but prompt {index} leaves {left} of {seq_len}",
+                f"note: --max-new-tokens {max_new_tokens}, but prompt {index} leaves {left} of {places}",
                 file=sys.stderr,
             )
 
@@ -204,7 +204,7 @@ def main() -> None:
     common.note_foreign_code(artifact)
     from smollm3_neuron.generate.generation import check_prompts, generate
     from smollm3_neuron.generate.sampling import Sampling
-    from smollm3_neuron.generate.speculation import check_prompt_lookup
+    from smollm3_neuron.generate.speculation import check_prompt_lookup, has_draft, last_place
 
     fields = sampling_parameters(args, artifact)
     try:
@@ -212,7 +212,7 @@ def main() -> None:
     except SmolLM3Error as error:
         raise SmolLM3Error(f"{error} (arguments, and {args.artifact / 'generation_config.json'})") from None
     if args.prompt_lookup is not None:
-        check_prompt_lookup(args.prompt_lookup, artifact.settings.speculation_length)
+        check_prompt_lookup(args.prompt_lookup, artifact.settings)
     if place == "cpu":
         common.quiet()
     tokenizer = artifact.tokenizer()
@@ -221,7 +221,7 @@ def main() -> None:
     max_new_tokens = NEW_TOKENS if args.max_new_tokens is None else args.max_new_tokens
     check_prompts(prompts, max_new_tokens, artifact.settings.max_context_length)
     if args.max_new_tokens is not None:
-        note_cut_answers(args.max_new_tokens, prompts, artifact.settings.seq_len)
+        note_cut_answers(args.max_new_tokens, prompts, last_place(artifact.settings))
     adapters = adapter_ids(args.adapter, artifact.settings.lora_config, len(prompts))
     model = artifact.load()
     printer = Printer(tokenizer, [""] if args.chat and len(texts) == 1 else args.prompts)
@@ -238,7 +238,7 @@ def main() -> None:
         adapter_ids=adapters,
     )
     printer.close()
-    if args.prompt_lookup is not None:
+    if args.prompt_lookup is not None or has_draft(artifact.settings):
         note_candidates(results)
 
 

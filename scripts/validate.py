@@ -118,11 +118,17 @@ def judge(args: argparse.Namespace, artifact: Artifact, folder: Path, tokenizer)
             pad_token_id=tokenizer.pad_token_id or 0,
             tol_map=tol_map,
             divergence_difference_tol=args.divergence_difference_tol,
-            prompt_lookup=settings.speculation_length - 1 if settings.speculation_length else None,
+            prompt_lookup=candidates_of(settings),
         )
     except NotANumber as error:
         print(f"verdict: {WRONG}: {error}")
         sys.exit(1)
+
+
+def candidates_of(settings) -> int | None:
+    """How many candidates the graph verifies that is judged, too, where there is one; a draft's graph has no logits."""
+    has_graph = settings.speculation_length and not settings.enable_fused_speculation
+    return settings.speculation_length - 1 if has_graph else None
 
 
 def print_cases(report, tokenizer) -> None:

@@ -21,6 +21,13 @@ def add_arguments(group) -> None:
         "NAME; on a device only",
     )
     group.add_argument(
+        "--draft",
+        type=Path,
+        metavar="FOLDER",
+        help="a small SmolLM3 or Llama of the same vocabulary that guesses what the model verifies, in one graph with "
+        "it; needs --speculation-length, greedy, on a device only",
+    )
+    group.add_argument(
         "--num-layers",
         type=int,
         metavar="N",
@@ -44,6 +51,10 @@ def check_args(args: argparse.Namespace) -> None:
         raise SmolLM3Error(
             "--lora goes with none of --merge-adapter, --for-vllm, --weights-only and --device hlo: leave one out"
         )
+    if args.draft is not None and not args.speculation_length:
+        raise SmolLM3Error("--draft guesses what a step verifies: give --speculation-length, how many tokens that are")
+    if args.draft is not None and (args.for_vllm or args.device == "hlo"):
+        raise SmolLM3Error("--draft goes with neither --for-vllm nor --device hlo: leave one out")
     if args.context is not None and (args.rope_scaling or args.factor is not None):
         raise SmolLM3Error("--context has its own factor: leave --rope-scaling and --factor out")
     if args.rope_scaling not in (None, "yarn"):

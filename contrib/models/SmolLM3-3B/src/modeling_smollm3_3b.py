@@ -30,6 +30,7 @@ from transformers.models.smollm3.modeling_smollm3 import SmolLM3RMSNorm
 
 from .errors import SmolLM3Error
 from .model.config import REQUIRED, CheckpointConfig, resolve_config
+from .model.draft import check_with_draft
 from .model.releases import installed_release
 from .model.rope import RotaryTable, ScaledRotaryEmbedding
 from .model.switches import (
@@ -351,10 +352,18 @@ class NeuronSmolLM3ForCausalLM(NeuronBaseForCausalLM):
         order = seq_ids.argsort()
         output = super().forward(**{k: v[order] if torch.is_tensor(v) else v for k, v in inputs.items()})
         as_asked = order.argsort()
-        for name in ("logits", "hidden_states", "tokens"):
-            if torch.is_tensor(getattr(output, name)):
-                setattr(output, name, getattr(output, name)[as_asked])
+        for name in ("logits", "hidden_states", "tokens", "fused_outputs"):
+            value = getattr(output, name, None)
+            if torch.is_tensor(value):
+                setattr(output, name, value[as_asked])
+            elif isinstance(value, list):  # a draft's and the model's, see generate/speculation.py
+                setattr(output, name, [of_rows[as_asked] for of_rows in value])
         return output
+
+    @classmethod
+    def validate_config(cls, config: SmolLM3InferenceConfig):
+        super().validate_config(config)
+        check_with_draft(config)
 
     @staticmethod
     def load_hf_model(model_path, **kwargs):
@@ -366,14 +375,19 @@ class NeuronSmolLM3ForCausalLM(NeuronBaseForCausalLM):
 
     @classmethod
     def get_state_dict(cls, model_name_or_path: str, config: SmolLM3InferenceConfig) -> dict:
-        """Reads a folder with weights/checkpoint.py: the library prefers a stray model.safetensors to a valid index."""
+        """Reads a folder with weights/checkpoint.py: the library prefers a stray model.safetensors to a valid index.
+
+        The names get the library's prefix for a draft or the model that verifies; it is taken off the class, where the
+        library leaves it for whatever is loaded next.
+        """
         if not os.path.isdir(model_name_or_path):
             return super().get_state_dict(model_name_or_path, config)
+        prefix, cls._FUSED_PREFIX = cls._FUSED_PREFIX, ""
         state_dict = checkpoint.load_state_dict(model_name_or_path, config.checkpoint_config, config.neuron_config)
         state_dict = cls.convert_hf_to_neuron_state_dict(state_dict, config)
         if config.tie_word_embeddings:
             cls.update_state_dict_for_tied_weights(state_dict)
-        return state_dict
+        return {f"{prefix}.{name}": value for name, value in state_dict.items()} if prefix else state_dict
 
     @staticmethod
     def convert_hf_to_neuron_state_dict(state_dict: dict, config: SmolLM3InferenceConfig) -> dict:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SmolLM3Error
-from ..model.config import CheckpointConfig, fields_for_transformers, read_config
+from ..model.config import DRAFT_TYPES, CheckpointConfig, fields_for_transformers, read_config
+from ..model.draft import read_draft
 from ..weights.digests import sampled_sha256, sha256, shard_entry
 from ..weights.files import INDEX_FILE
 from .compiled_graphs import check_graphs, compile_graphs, reason_to_keep_exported
@@ -35,18 +36,33 @@ class Callbacks:
     """With the parts of CPU graphs that were just compiled ahead of time, and all of them."""
 
 
-def build_config(folder: Path, settings: Settings):
+def build_config(folder: Path, settings: Settings, draft: Path | None = None):
     """Returns the SmolLM3InferenceConfig of a checkpoint folder with these settings.
 
+    With `enable_fused_speculation` the config of the checkpoint in `draft` is nested in it, as the library wants it.
     `ensure_neuronx` must have been called. Raises SmolLM3Error for a config or settings that cannot run.
     """
+    settings = settings.checked(read_config(folder))
+    fused_spec_config = None
+    if settings.enable_fused_speculation:
+        from neuronx_distributed_inference.models.config import FusedSpecNeuronConfig
+
+        from ..modeling_smollm3_3b import NeuronSmolLM3Model
+
+        draft_config = _inference_config(draft, settings.of_draft(), DRAFT_TYPES)
+        fused_spec_config = FusedSpecNeuronConfig(
+            NeuronSmolLM3Model, draft_config=draft_config, draft_model_path=str(draft)
+        )
+    return _inference_config(folder, settings, fused_spec_config=fused_spec_config)
+
+
+def _inference_config(folder: Path, settings: Settings, model_types: tuple[str, ...] = DRAFT_TYPES[:1], **more: Any):
     import torch
     from neuronx_distributed_inference.utils.hf_adapter import load_pretrained_config
     from transformers import SmolLM3Config
 
     from ..modeling_smollm3_3b import SmolLM3InferenceConfig
 
-    settings = settings.checked(read_config(folder))
     keywords = {**settings.keywords(), "torch_dtype": getattr(torch, settings.torch_dtype)}
     if settings.quantized:  # the library wants a path, and reads it only if it is to shard
         keywords["quantized_checkpoints_path"] = str(folder)
@@ -54,8 +70,8 @@ def build_config(folder: Path, settings: Settings):
     neuron_config = SmolLM3InferenceConfig.get_neuron_config_cls()(
         save_sharded_checkpoint=True, skip_sharding=settings.lora_config is None, **keywords
     )
-    hf_config = SmolLM3Config.from_dict(fields_for_transformers(folder))
-    return SmolLM3InferenceConfig(neuron_config, load_config=load_pretrained_config(hf_config=hf_config))
+    hf_config = SmolLM3Config.from_dict(fields_for_transformers(folder, model_types))
+    return SmolLM3InferenceConfig(neuron_config, load_config=load_pretrained_config(hf_config=hf_config), **more)
 
 
 def compile_artifact(
@@ -68,13 +84,15 @@ def compile_artifact(
     revision: str | None = None,
     weights_only: bool = False,
     merge_adapter: Path | None = None,
+    draft: Path | None = None,
     callbacks: Callbacks = Callbacks(),
 ) -> Artifact:
     """Compiles the checkpoint in `folder` to the artifact folder `output`; `ensure_neuronx` must have been called.
 
     `place` is "neuron", "emulated" or "cpu". `name` and `revision` say in the manifest what the checkpoint is. What
     stands at `output` already and is the same is taken as it is. `weights_only` keeps its graphs and shards the weights
-    again. `merge_adapter` is the folder of a PEFT adapter that goes into them.
+    again. `merge_adapter` is the folder of a PEFT adapter that goes into them. `draft` is the folder of the checkpoint
+    that guesses what this one verifies, with `enable_fused_speculation`.
 
     Raises SmolLM3Error. Every fault of config and checkpoint is told before anything is compiled, and nothing stands at
     `output` unless it is whole.
@@ -84,6 +102,7 @@ def compile_artifact(
     checkpoint_config = read_config(folder)
     settings = settings.checked(checkpoint_config)
     _check_place(settings, place)
+    draft_config = _open_draft(draft, folder, settings)
     adapter = _open_adapter(merge_adapter, checkpoint_config)
     if settings.lora_config and (adapter or weights_only):
         raise SmolLM3Error(
@@ -92,7 +111,7 @@ def compile_artifact(
         )
     served = (settings.lora_config or {}).get("lora_ckpt_paths", {})
     lora = {called: _open_adapter(Path(path), checkpoint_config).identity for called, path in served.items()}
-    made_of = _made_of(folder, settings, place, name or str(folder), revision, adapter, lora)
+    made_of = _made_of(folder, settings, place, name or str(folder), revision, adapter, lora, draft)
     standing = _standing(output, place, made_of, weights_only)
     if standing and not weights_only:
         callbacks.on_step("nothing to do: the same artifact is there already")
@@ -101,10 +120,12 @@ def compile_artifact(
     from ..weights.checkpoint import check_checkpoint
 
     check_checkpoint(folder, checkpoint_config)
+    if draft_config:
+        check_checkpoint(draft, draft_config)
     check_generation_config(folder, checkpoint_config.vocab_size)
     with staged(target) as staging:
         write_tokenizer(folder, staging)
-        config = build_config(folder, settings)
+        config = build_config(folder, settings, draft)
         began = time.perf_counter()
         if standing:
             callbacks.on_step("keeping the graphs")
@@ -121,10 +142,27 @@ def compile_artifact(
 
 
 def _check_place(settings: Settings, place: str) -> None:
+    if place == "cpu" and settings.enable_fused_speculation:
+        raise SmolLM3Error(
+            "a draft is compiled with the model by the library alone, where its SDK or the emulated device is: the CPU "
+            "runtime has no such graph, leave the draft out"
+        )
     if place != "cpu" and settings.is_continuous_batching and settings.ctx_batch_size != 1:
         raise SmolLM3Error(
             f"ctx_batch_size is {settings.ctx_batch_size}: is_continuous_batching on a device takes 1 prompt at a time"
         )
+
+
+def _open_draft(draft: Path | None, folder: Path, settings: Settings) -> CheckpointConfig | None:
+    if settings.enable_fused_speculation != (draft is not None):
+        raise SmolLM3Error(
+            f"enable_fused_speculation is {settings.enable_fused_speculation} and the draft {draft}: give both or none"
+        )
+    if draft is None:
+        return None
+    config = read_draft(draft, folder, settings.seq_len)
+    settings.of_draft().checked(config)
+    return config
 
 
 def _open_adapter(merge_adapter: Path | None, config: CheckpointConfig) -> Any:
@@ -143,10 +181,12 @@ def _made_of(
     revision: str | None,
     adapter: Any,
     lora: dict[str, dict[str, Any]],
+    draft: Path | None,
 ) -> dict[str, Any]:
     """Returns what tells the artifact from any other, as its manifest has it."""
     model = {"name": name, "folder": str(folder), "revision": revision, **_identity(folder)}
     model["adapter"], model["lora"] = adapter and adapter.identity, lora
+    model["draft"] = draft and {"folder": str(draft), **_identity(draft)}
     weight_bytes = sum(file["size"] for file in model["weights"])
     return {
         "format": FORMAT,
@@ -188,14 +228,18 @@ def _write_weights(
     folder: Path, config: Any, staging: Path, adapter: Any, callbacks: Callbacks
 ) -> dict[str, dict[str, Any]]:
     """Writes the ranks' shards; returns their entries for the manifest."""
-    from ..weights.shard_writer import shard_bytes, write_shards
+    from ..weights.shard_writer import Model, shard_bytes, write_shards
 
     if config.neuron_config.lora_config is not None:
         return {f"weights/{file.name}": shard_entry(file) for file in sorted((staging / "weights").iterdir())}
     callbacks.on_step("sharding the weights")
-    configs = config.checkpoint_config, config.neuron_config
-    total = shard_bytes(*configs)
-    return write_shards(folder, *configs, staging / "weights", lambda count: callbacks.on_bytes(count, total), adapter)
+    configs, draft = (config.checkpoint_config, config.neuron_config), None
+    if (fused := config.fused_spec_config) is not None:
+        draft = Model(fused.draft_model_path, fused.draft_config.checkpoint_config, fused.draft_config.neuron_config)
+    total = shard_bytes(*configs, draft)
+    return write_shards(
+        folder, *configs, staging / "weights", lambda count: callbacks.on_bytes(count, total), adapter, draft
+    )
 
 
 def _write_manifest(staging: Path, made_of: dict[str, Any], weights: dict[str, dict[str, Any]]) -> None:
@@ -226,14 +270,19 @@ def _standing(output: Path, place: str, made_of: dict[str, Any], weights_only: b
         return None
     standing = open_artifact(output, place)
     _check_graphs(standing)
-    asked = {**made_of["settings"], "config_sha256": made_of["model"]["config_sha256"]}
-    kept = {**asdict(standing.settings), "config_sha256": standing.manifest["model"]["config_sha256"]}
+    asked, kept = made_of["settings"] | _configs(made_of), asdict(standing.settings) | _configs(standing.manifest)
     for key, value in asked.items():
         if kept[key] != value:
             raise SmolLM3Error(
                 f"{output}: its graphs have {key} {kept[key]}, not {value}; compile without --weights-only"
             )
     return standing
+
+
+def _configs(manifest: dict[str, Any]) -> dict[str, str | None]:
+    """Returns the digests of the config.json of the model and of its draft."""
+    model = manifest["model"]
+    return {"config_sha256": model["config_sha256"], "draft": (model.get("draft") or {}).get("config_sha256")}
 
 
 def _check_graphs(standing: Artifact) -> None:

@@ -17,7 +17,7 @@ from ..generate.chat import VLLM_TEMPLATE
 from ..model.config import token_ids
 from ..model.json_files import read_json
 from ..weights.digests import crc32, sha256
-from ..weights.files import SHARD_FILE
+from ..weights.files import SHARD_FILE, VERIFIER
 from .compiled_graphs import load_graphs
 from .manifest import MANIFEST, READ_BY_LIBRARY, check_settings, manifest_digest, read_manifest, versions
 from .settings import Settings
@@ -190,7 +190,7 @@ def open_artifact(path: Path, place: str, *, tp_degree: int | None = None, verif
                 raise SmolLM3Error(f"{path / file}: a link that leads out of the artifact; compile again")
             _check_file(path / file, entry, verify)
         for rank in range(made_for):
-            _check_rank(path / "weights" / SHARD_FILE.format(rank=rank), rank, made_for)
+            _check_rank(path / "weights" / SHARD_FILE.format(rank=rank), rank, artifact.settings)
     except (SmolLM3Error, OSError):
         artifact._check_generation()
         raise
@@ -207,11 +207,12 @@ def _generation(path: Path) -> tuple[int, ...] | None:
     return status.st_dev, status.st_ino, status.st_ctime_ns, status.st_size
 
 
-def _check_rank(path: Path, rank: int, tp_degree: int) -> None:
+def _check_rank(path: Path, rank: int, settings: Settings) -> None:
     """Checks that the file's weights are of this rank: the files of two ranks have one size and one header."""
+    prefix = VERIFIER if settings.enable_fused_speculation else ""
     with safe_open(path, framework="numpy") as shard:
-        found = int(shard.get_tensor("rank_util.rank")[0])
-    if not 0 <= found < tp_degree:
+        found = int(shard.get_tensor(f"{prefix}rank_util.rank")[0])
+    if not 0 <= found < settings.tp_degree:
         raise SmolLM3Error(f"{path}: damaged, its rank is {found}; compile again")
     if found != rank:
         raise SmolLM3Error(f"{path}: the weights of rank {found} are in it, not those of rank {rank}; compile again")

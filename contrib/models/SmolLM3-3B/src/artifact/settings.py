@@ -44,6 +44,7 @@ class Settings:
     apply_seq_ids_mask: bool = False  # a token step keeps the lines that it leaves out
     is_prefix_caching: bool = False  # with the block KV layout
     speculation_length: int = 0  # tokens that one graph verifies at once, see generate/speculation.py; 0: none
+    enable_fused_speculation: bool = False  # a draft guesses them, in one graph with the model
     pa_block_size: int | None = None  # None: 32 with prefix caching
     pa_num_blocks: int | None = None  # None: enough for batch_size requests of seq_len
     lora_config: dict[str, Any] | None = None  # LoRA adapters served unmerged, see serving_config of weights/adapter.py
@@ -93,6 +94,10 @@ class Settings:
         """Returns NeuronConfig's keywords, with torch_dtype by its name."""
         keywords = {name: value for name, value in asdict(self).items() if value is not None}
         return {**keywords, "is_block_kv_layout": self.is_prefix_caching}
+
+    def of_draft(self) -> "Settings":
+        """Returns the settings of the draft's part of the graphs, of settings with `enable_fused_speculation`."""
+        return replace(self, enable_fused_speculation=False, speculation_length=0, padded_intermediate_size=None)
 
     def _checked_ctx_batch_size(self) -> int:
         ctx_batch_size = self.ctx_batch_size

@@ -17,7 +17,7 @@ from ..errors import NotANumber, SmolLM3Error
 from ..model.config import token_ids
 from .blocks import BlockTables
 from .sampling import GREEDY, Sampling
-from .speculation import PromptLookup, check_prompt_lookup
+from .speculation import PromptLookup, accepted_tokens, check_prompt_lookup, has_draft, last_place
 from .turns import turn
 
 
@@ -131,7 +131,12 @@ def generate(
     check_prompts(prompts, max_new_tokens, neuron_config.max_context_length)
     _check_tokens(prompts, model.config.vocab_size)
     if prompt_lookup is not None:
-        check_prompt_lookup(prompt_lookup, neuron_config.speculation_length)
+        check_prompt_lookup(prompt_lookup, neuron_config)
+    if has_draft(neuron_config) and (forced or keep_logits):
+        raise SmolLM3Error(
+            "the model was compiled with a draft: its graphs return the tokens that they accept and no logits, and "
+            "take no others; compile without a draft for that"
+        )
     adapter_ids = _checked_adapter_ids(getattr(neuron_config, "lora_config", None), adapter_ids, len(prompts))
     stops = sampling.stops(tokenizer)
     results = [Generated() for _ in prompts]
@@ -207,7 +212,8 @@ class _Group:
         self.eos_token_ids, self.pad_token_id, self.stops = eos_token_ids, pad_token_id, stops
         self.on_token, self.forced, self.keep_logits = on_token, forced, keep_logits
         neuron_config, count = model.config.neuron_config, len(prompts)
-        self.seq_len = neuron_config.seq_len
+        self.seq_len, self.has_draft = neuron_config.seq_len, has_draft(neuron_config)
+        self.last_place = last_place(neuron_config)
         on_device_sampling_config = getattr(neuron_config, "on_device_sampling_config", None)
         self.limits = [min(max_new_tokens, len(row)) for row in forced] if forced else [max_new_tokens] * count
         if on_device_sampling_config:
@@ -218,7 +224,7 @@ class _Group:
         if adapter_ids is not None:
             self.inputs = {**self.inputs, "adapter_ids": torch.tensor(adapter_ids, dtype=torch.int32)}
         self.tables = BlockTables(neuron_config, prompts, self.limits) if neuron_config.is_prefix_caching else None
-        self.width = neuron_config.speculation_length if prompt_lookup else 1
+        self.width = neuron_config.speculation_length if prompt_lookup or self.has_draft else 1
         self.lookup = PromptLookup(prompt_lookup, count) if prompt_lookup else None
 
     def run(self) -> None:
@@ -229,8 +235,10 @@ class _Group:
         else:
             output = self.model(**prefill_inputs(self.prompts, self.pad_token_id), **self.inputs)
         candidates: list[list[int]] = [[] for _ in self.prompts]
+        if self.has_draft:
+            output.tokens = output.fused_outputs[0]
         while True:
-            width = self.width if any(candidates) else 1
+            width = self.width if self.has_draft or any(candidates) else 1
             for row, result in enumerate(self.results):
                 self._take(row, result, output, candidates[row], width)
             if all(result.finished for result in self.results):
@@ -239,13 +247,18 @@ class _Group:
 
     def _take(self, row: int, result: Generated, output, candidates: list[int], width: int) -> None:
         """Adds a row's next token, and one for each candidate that was right, from what it says of `width` tokens."""
+        if result.finished:
+            return
         before = len(result.tokens)
         for place in range(len(candidates) + 1):
             if result.finished or (place and not self.forced and result.tokens[-1] != candidates[place - 1]):
                 break
             self._add(row, result, output, place - width)
-        if candidates:
-            accepted = len(result.tokens) - before - 1
+        accepted = len(result.tokens) - before - 1
+        if self.has_draft and before:
+            result.offered += min(width - 1, self.limits[row] - before - 1)
+            result.accepted += accepted
+        elif candidates:
             result.offered += len(candidates)
             result.accepted += accepted
             self.lookup.judged(row, accepted)
@@ -259,7 +272,7 @@ class _Group:
         if self.keep_logits:
             result.logits.append(output.logits[row, place].float())
         tokens.append(token)
-        is_last = len(result.tokens) >= self.limits[row] or len(tokens) > self.seq_len
+        is_last = len(result.tokens) >= self.limits[row] or len(tokens) > self.last_place
         result.finished = token in self.eos_token_ids or is_last
         if self.stops is not None:
             result.finished |= bool(self.stops(torch.tensor([tokens]), None))
@@ -275,9 +288,13 @@ class _Group:
         width = self.width if any(candidates) else 1
         tokens = [[last, *row, *[self.pad_token_id] * (width - 1 - len(row))] for last, row in zip(lasts, candidates)]
         # a finished row goes on in its last place, where it writes over its own last token
-        inputs = decode_inputs(tokens, [min(length, self.seq_len - width) for length in lengths])
+        furthest = self.last_place - 1 if self.has_draft else self.seq_len - width
+        inputs = decode_inputs(tokens, [min(length, furthest) for length in lengths])
         block_inputs = self.tables.step(inputs["position_ids"]) if self.tables else {}
-        return self.model(**inputs, **block_inputs, **self.inputs), candidates
+        output = self.model(**inputs, **block_inputs, **self.inputs)
+        if self.has_draft:
+            candidates = accepted_tokens(output, inputs["position_ids"])
+        return output, candidates
 
     def _candidates(self, lengths: Sequence[int]) -> list[list[int]]:
         """Returns what each row may go on with behind its last token, whose place in the cache `lengths` has.

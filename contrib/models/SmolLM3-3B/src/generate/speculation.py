@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several tokens in one step: candidates that the model's graph of `speculation_length` tokens verifies at once.
 
-They are looked up in the prompt and the answer so far by transformers' `PromptLookupCandidateGenerator`: what followed
-there on the last tokens. A step takes an answer's last token and the candidates behind it, and its logits say of each
+They come from one of two places. Looked up in the prompt and the answer so far by transformers'
+`PromptLookupCandidateGenerator` is what followed there on the last tokens. Or a draft, a small model, guesses them,
+compiled with the model into one graph (the library's fused speculation): such a graph takes one token of a row, has the
+draft guess and the model verify, and returns the tokens that it accepts and where the row stands then. It is greedy,
+there is no graph of one token beside it, and an answer ends where no step of that length fits into the cache any more.
+
+A step of what is looked up takes an answer's last token and the candidates behind it, and its logits say of each
 whether it is what the model itself chooses: the first that is not is replaced by the choice, and what follows it is
 dropped. So the answer is that of steps of one token, sampled ones included: every token is drawn from the same logits
 with the same random numbers. The cache keeps K and V of dropped candidates until the tokens of their places come; no
@@ -11,6 +16,7 @@ query sees them, as each sees only what stands before it.
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
@@ -21,8 +27,14 @@ MATCHING = 3  # the most tokens of an answer's end that are looked up; the longe
 LONGEST_PAUSE = 16  # steps that a row does without candidates, at most
 
 
-def check_prompt_lookup(count: int, speculation_length: int) -> None:
-    """Raises SmolLM3Error for a number of candidates that graphs of `speculation_length` tokens cannot verify."""
+def check_prompt_lookup(count: int, neuron_config: Any) -> None:
+    """Raises SmolLM3Error for a number of candidates that graphs with this NeuronConfig, or settings, cannot verify."""
+    speculation_length = neuron_config.speculation_length
+    if has_draft(neuron_config):
+        raise SmolLM3Error(
+            f"prompt_lookup is {count}, but the model was compiled with a draft, which guesses the candidates itself: "
+            "leave prompt_lookup out"
+        )
     if not speculation_length:
         raise SmolLM3Error(
             f"prompt_lookup is {count}, but the model has no graph that verifies tokens: compile with a "
@@ -33,6 +45,30 @@ def check_prompt_lookup(count: int, speculation_length: int) -> None:
             f"prompt_lookup is {count}, allowed is a whole number from 1 to {speculation_length - 1}, one below the "
             "model's speculation_length"
         )
+
+
+def has_draft(neuron_config: Any) -> bool:
+    """Returns whether a NeuronConfig's, or an artifact's, graphs have a draft in them."""
+    return bool(getattr(neuron_config, "enable_fused_speculation", False))
+
+
+def last_place(neuron_config: Any) -> int:
+    """Returns how many tokens a prompt and its answer may have before the one that the answer ends with at the latest.
+
+    With a draft it is fewer than the cache holds, see above.
+    """
+    return neuron_config.seq_len - (neuron_config.speculation_length - 1 if has_draft(neuron_config) else 0)
+
+
+def accepted_tokens(output: Any, position_ids: torch.Tensor) -> list[list[int]]:
+    """Returns, of a step with a draft, each row's candidates that the model accepts; the token behind them is its own.
+
+    All of them become `output.tokens` [batch, speculation_length]. How many there are is where the row stands then,
+    less `position_ids` [batch, 1], where it stood: some releases of the library fill up with token 0.
+    """
+    output.tokens, *_, next_position_ids = output.fused_outputs[:4]
+    counts = (next_position_ids.reshape(-1) - position_ids.reshape(-1)).tolist()
+    return [row[: count - 1] for row, count in zip(output.tokens.tolist(), counts)]
 
 
 class PromptLookup:

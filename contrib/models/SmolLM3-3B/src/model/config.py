@@ -16,6 +16,8 @@ from .heads import ShardingPlan
 from .json_files import read_json
 
 MODEL_TYPE = "smollm3"
+LLAMA = "llama"  # a SmolLM3 without NoPE layers, as a draft may be
+DRAFT_TYPES = (MODEL_TYPE, LLAMA)
 NO_ROPE_LAYER_INTERVAL = 4  # transformers' default
 POSITIVE_INTEGERS = (
     "hidden_size",
@@ -113,10 +115,13 @@ class CheckpointConfig:
         return ShardingPlan(tp_degree, self.num_attention_heads, self.num_key_value_heads)
 
 
-def read_config(folder: str | Path) -> CheckpointConfig:
-    """Reads `folder`/config.json. Raises SmolLM3Error where it is not there, or its values would run wrong."""
+def read_config(folder: str | Path, model_types: tuple[str, ...] = (MODEL_TYPE,)) -> CheckpointConfig:
+    """Reads `folder`/config.json, of one of `model_types`.
+
+    Raises SmolLM3Error where it is not there, or its values would run wrong.
+    """
     check_format(folder)
-    return read_config_file(Path(folder) / "config.json")
+    return _read(Path(folder) / "config.json", model_types)[1]
 
 
 def read_config_file(path: Path) -> CheckpointConfig:
@@ -124,7 +129,7 @@ def read_config_file(path: Path) -> CheckpointConfig:
     return _read(path)[1]
 
 
-def fields_for_transformers(folder: str | Path) -> dict[str, Any]:
+def fields_for_transformers(folder: str | Path, model_types: tuple[str, ...] = (MODEL_TYPE,)) -> dict[str, Any]:
     """Returns the fields of `folder`/config.json in the one spelling that every version of transformers reads right.
 
     They are those that the model is built from, its dtype and token ids, and no other: `SmolLM3Config` sets any field
@@ -133,7 +138,7 @@ def fields_for_transformers(folder: str | Path) -> dict[str, Any]:
     rope_parameters, and has a default pad_token_id that a small vocabulary lacks. Raises SmolLM3Error as `read_config`
     does.
     """
-    raw, config = _read(Path(folder) / "config.json")
+    raw, config = _read(Path(folder) / "config.json", model_types)
     pad_token_id = raw.get("pad_token_id")
     return {
         **asdict(config),
@@ -155,7 +160,7 @@ def token_ids(name: str, value: Any) -> list[int]:
     return ids
 
 
-def _read(path: Path) -> tuple[dict[str, Any], CheckpointConfig]:
+def _read(path: Path, model_types: tuple[str, ...] = (MODEL_TYPE,)) -> tuple[dict[str, Any], CheckpointConfig]:
     """Returns the fields of a config.json, and what they resolve to."""
     if not path.exists():
         raise SmolLM3Error(f"{path.parent}: no config.json there; pass the folder of a checkpoint")
@@ -163,7 +168,7 @@ def _read(path: Path) -> tuple[dict[str, Any], CheckpointConfig]:
     if not isinstance(raw, dict):
         raise SmolLM3Error(f"{path}: a JSON object is expected, found {type(raw).__name__}; download the file again")
     try:
-        _check_explicit(raw)
+        _check_explicit(raw, model_types)
         return raw, resolve_config(raw)
     except SmolLM3Error as error:
         raise SmolLM3Error(f"{path}: {error}") from None
@@ -206,7 +211,8 @@ def resolve_config(fields: Mapping[str, Any]) -> CheckpointConfig:
         raise SmolLM3Error(f"rms_norm_eps is {resolved['rms_norm_eps']!r}, allowed is a number between 0 and 1")
     if resolved["hidden_act"] not in HIDDEN_ACTS:
         raise SmolLM3Error(f"hidden_act is {resolved['hidden_act']!r}, supported is {_one_of(HIDDEN_ACTS)}")
-    for name, default in (("attention_bias", False), ("mlp_bias", False), ("tie_word_embeddings", True)):
+    is_llama = fields.get("model_type") == LLAMA
+    for name, default in (("attention_bias", False), ("mlp_bias", False), ("tie_word_embeddings", not is_llama)):
         resolved[name] = fields.get(name, default)
         if resolved[name] is None:  # which transformers takes for false, also where the default is true
             resolved[name] = False
@@ -223,10 +229,12 @@ def resolve_config(fields: Mapping[str, Any]) -> CheckpointConfig:
     return CheckpointConfig(**resolved)
 
 
-def _check_explicit(raw: Mapping[str, Any]) -> None:
+def _check_explicit(raw: Mapping[str, Any], model_types: tuple[str, ...]) -> None:
     """Checks what only the file itself can show: transformers' parser fills in defaults and hides the rest."""
-    if raw.get("model_type") != MODEL_TYPE:
-        raise SmolLM3Error(f"model_type is {raw.get('model_type')!r}, this package runs {MODEL_TYPE!r} and no other")
+    if raw.get("model_type") not in model_types:
+        raise SmolLM3Error(
+            f"model_type is {raw.get('model_type')!r}, this package runs {_one_of(model_types)} and no other"
+        )
     parameters = raw.get("rope_parameters") or {}
     if isinstance(parameters, dict):
         _agree("rope_theta", raw.get("rope_theta"), "rope_parameters.rope_theta", parameters.get("rope_theta"))
@@ -371,6 +379,8 @@ def _sliding_window(fields: Mapping[str, Any], no_rope_layers: list[int]) -> tup
 
 def _no_rope_layers(fields: Mapping[str, Any], num_hidden_layers: int) -> list[int]:
     """Returns a flag per layer: `no_rope_layers`, or 0 for every interval-th layer, as transformers resolves it."""
+    if fields.get("model_type") == LLAMA:
+        return [1] * num_hidden_layers
     interval = fields.get("no_rope_layer_interval")
     interval = NO_ROPE_LAYER_INTERVAL if interval is None else interval
     if type(interval) is not int or interval < 1:

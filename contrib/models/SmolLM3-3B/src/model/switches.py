@@ -17,13 +17,18 @@ from .releases import BY_INTERFACES, CHECKED, minor
 
 logger = logging.getLogger("Neuron")
 NEEDS_V3 = "its kernel needs NeuronCore v3, trn1 and inf2 have v2"
-NO_SPECULATION = "speculative decoding with a draft or with heads was never checked with this model"
+NO_SPECULATION = "speculative decoding with EAGLE or with heads was never checked with this model"
 WITHOUT_SPECULATION = (
     ("is_prefix_caching", "the library verifies no tokens with the block KV layout"),
     ("async_mode", "a step is given to the device before the last one's tokens are accepted or not"),
     ("windowed_context_encoding_size", "the two were never checked together"),
     ("lora_config", "the two were never checked together"),
 )
+# beside those
+WITHOUT_DRAFT = (
+    "quantized", "apply_seq_ids_mask", "vocab_parallel", "sequence_parallel_enabled", "k_cache_transposed",
+    "output_logits",
+)  # fmt: skip
 ROPE_PRECISIONS = ("float32", "float64")
 SILU_KERNELS = ("mlp_kernel_enabled", "mlp_tkg_nki_kernel_enabled", "quantized_mlp_kernel_enabled")
 # docs/device_facts.md has the sources
@@ -67,8 +72,8 @@ REFUSED = (
     *(
         Refusal(name, NO_SPECULATION)
         for name in (
-            "enable_fused_speculation", "enable_eagle_speculation", "is_eagle_draft", "token_tree_config", "is_medusa",
-            "medusa_speculation_length", "num_medusa_heads",
+            "enable_eagle_speculation", "is_eagle_draft", "token_tree_config", "is_medusa", "medusa_speculation_length",
+            "num_medusa_heads",
         )
     ),
 )  # fmt: skip
@@ -191,6 +196,8 @@ def check_encoding(neuron_config: Any) -> None:
         )
     if neuron_config.speculation_length:
         _check_speculation(neuron_config)
+    if getattr(neuron_config, "enable_fused_speculation", False):
+        _check_draft(neuron_config)
 
 
 def _check_rope_precision(neuron_config: Any) -> None:
@@ -235,6 +242,34 @@ def _check_speculation(neuron_config: Any) -> None:
                 f"speculation_length is {length} and on_device_sampling_config has {name}, but a device that verifies "
                 "tokens is greedy: leave it out, or sample on the host"
             )
+
+
+def _check_draft(neuron_config: Any) -> None:
+    length = neuron_config.speculation_length
+    if not length:
+        raise SmolLM3Error(
+            "enable_fused_speculation is on with a speculation_length of 0: give the number of tokens that a step "
+            "verifies, one more than the draft guesses"
+        )
+    if not neuron_config.on_device_sampling_config:
+        raise SmolLM3Error(
+            "enable_fused_speculation is on without on_device_sampling_config: draft and model choose their tokens on "
+            'the device, give {"do_sample": false}'
+        )
+    for name in WITHOUT_DRAFT:
+        if getattr(neuron_config, name, None):
+            raise SmolLM3Error(
+                f"enable_fused_speculation is on with {name}, but the two were never checked together: leave one of "
+                "them out"
+            )
+    buckets = neuron_config.context_encoding_buckets
+    if neuron_config.enable_bucketing and not buckets:
+        buckets = [2**power for power in range(7, 31)]  # the library's own
+    if length in (neuron_config.max_context_length, *(buckets or ())):
+        raise SmolLM3Error(
+            f"speculation_length is {length}, as long as a context: with a draft the library takes such a prompt for "
+            "tokens to be verified; choose another speculation_length"
+        )
 
 
 def _check_prefix_caching(neuron_config: Any) -> None:

@@ -9,6 +9,7 @@ INDEX_FILE = "model.safetensors.index.json"  # of a checkpoint; says which file 
 SINGLE_FILE = "model.safetensors"  # of a checkpoint without an index
 SHARD_FILE = "tp{rank}_sharded_checkpoint.safetensors"  # of a rank, as NxD Inference names it
 PREFIX = "model."  # of every tensor's name in a checkpoint but lm_head.weight's
+DRAFT, VERIFIER = "draft_model.", "target_model."  # of every tensor's name in a rank's file that holds two models
 
 LONGEST_PART, LONGEST_PATH = 255, 2048  # bytes of a file's name, and of one in folders
 

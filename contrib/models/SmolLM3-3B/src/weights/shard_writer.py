@@ -10,8 +10,9 @@ import json
 import os
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from ..model.config import CheckpointConfig
 from ..model.dtypes import DTYPES, QUANTIZATION_DTYPES
 from .adapter import Adapter
 from .checkpoint import COMPARED_ROWS, check_checkpoint
-from .files import PREFIX, SHARD_FILE
+from .files import DRAFT, PREFIX, SHARD_FILE, VERIFIER
 from .finite import is_finite
 from .lazy_rows import QuantizedRows
 from .padding import PaddedRows
@@ -35,6 +36,15 @@ CHUNK = 1 << 20  # bytes; small enough that the checksum reads from the cache wh
 DTYPE_NAMES = {getattr(torch, name): dtype.safetensors_name for name, dtype in DTYPES.items()}
 
 
+@dataclass(frozen=True)
+class Model:
+    """A checkpoint's folder, its config, and the NeuronConfig that it is sharded for."""
+
+    folder: str | Path
+    config: CheckpointConfig
+    neuron_config: Any
+
+
 def write_shards(
     folder: str | Path,
     config: CheckpointConfig,
@@ -42,8 +52,11 @@ def write_shards(
     output: str | Path,
     on_bytes: Callable[[int], None] = lambda count: None,
     adapter: Adapter | None = None,
+    draft: Model | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Writes every rank's shard file to `output`, with `adapter` merged and quantized as the neuron config asks for.
+
+    With a `draft` each file holds both models, with the library's prefixes before their names.
 
     Returns the files' entries in an artifact's manifest: "weights/" and the file's name, mapped to {"size", "crc32",
     "header": {"size", "sha256"}}. A CRC-32 tells any flipped byte, and takes a quarter of the copy's time where a
@@ -51,23 +64,42 @@ def write_shards(
     threads. Raises SmolLM3Error for a checkpoint that does not fit and for NaN or infinity among what would be written,
     and OSError where the disk does not take it.
     """
-    source = _Source(check_checkpoint(folder, config), config, neuron_config, adapter)
+    model = Model(folder, config, neuron_config)
+    sources = {prefix: _Source(of, adapter if of is model else None) for prefix, of in _models(model, draft).items()}
     output = Path(output)
     output.mkdir(parents=True, exist_ok=True)
     # as many at once as there are cores: a rank's time is its copy's
     with ThreadPoolExecutor(min(os.cpu_count() or 1, neuron_config.tp_degree)) as pool:
         ranks = range(neuron_config.tp_degree)
-        return dict(pool.map(lambda rank: _write_rank(source, rank, output, on_bytes), ranks))
+        return dict(pool.map(lambda rank: _write_rank(sources, rank, output, on_bytes), ranks))
 
 
-def shard_bytes(config: CheckpointConfig, neuron_config: Any) -> int:
+def shard_bytes(config: CheckpointConfig, neuron_config: Any, draft: Model | None = None) -> int:
     """Counts the bytes of all shard files' tensors, for a progress bar."""
-    ranks = range(neuron_config.tp_degree)
-    return sum(_nbytes(output, dtype) for rank in ranks for output, dtype in _outputs(config, neuron_config, rank))
+    models, ranks = _models(Model("", config, neuron_config), draft), range(neuron_config.tp_degree)
+    return sum(_nbytes(output, dtype) for rank in ranks for _, output, dtype in _in_order(models, rank))
+
+
+def _models(model: Model, draft: Model | None) -> dict[str, Model]:
+    """Maps the prefix of its names to each model that a rank holds."""
+    return {"": model} if draft is None else {DRAFT: draft, VERIFIER: model}
+
+
+def _in_order(models: Mapping[str, Any], rank: int) -> list[tuple[str, Output, torch.dtype]]:
+    """Lists a rank's tensors with their models' prefixes and their dtypes.
+
+    The order is the safetensors library's: widest dtype first, then by name.
+    """
+    typed = [
+        (prefix, output, dtype)
+        for prefix, model in models.items()
+        for output, dtype in _outputs(model.config, model.neuron_config, rank)
+    ]
+    return sorted(typed, key=lambda entry: (-entry[2].itemsize, not entry[1].parts, entry[0] + entry[1].name))
 
 
 def _outputs(config: CheckpointConfig, neuron_config: Any, rank: int) -> list[tuple[Output, torch.dtype]]:
-    """Lists a rank's tensors with their dtypes in the safetensors library's order: widest dtype first, then by name."""
+    """Lists a rank's tensors of a model with their dtypes, in no order."""
     outputs = rank_outputs(
         config.padded(neuron_config),
         rank,
@@ -85,14 +117,14 @@ def _outputs(config: CheckpointConfig, neuron_config: Any, rank: int) -> list[tu
         else:
             dtype = torch.float32 if output.name.endswith(".scale") else neuron_config.torch_dtype
         typed.append((output, dtype))
-    return sorted(typed, key=lambda pair: (-pair[1].itemsize, not pair[0].parts, pair[0].name))
+    return typed
 
 
 def _write_rank(
-    source: "_Source", rank: int, folder: Path, on_bytes: Callable[[int], None]
+    sources: dict[str, "_Source"], rank: int, folder: Path, on_bytes: Callable[[int], None]
 ) -> tuple[str, dict[str, Any]]:
     """Writes the rank's file and returns its name and entry, see `write_shards`."""
-    outputs = _outputs(source.config, source.neuron_config, rank)
+    outputs = _in_order(sources, rank)
     path = folder / SHARD_FILE.format(rank=rank)
     crc32 = 0
     with open(path, "wb", buffering=0) as file:
@@ -106,9 +138,10 @@ def _write_rank(
                 written += file.write(view[written:])
             on_bytes(len(view))
 
-        header = safetensors_header((output.name, dtype, output.shape) for output, dtype in outputs)
+        header = safetensors_header((prefix + output.name, dtype, output.shape) for prefix, output, dtype in outputs)
         write(header)
-        for output, dtype in outputs:
+        for prefix, output, dtype in outputs:
+            source = sources[prefix]
             if not output.parts:
                 write(torch.tensor([rank], dtype=torch.int32).numpy())
             for part in output.parts:
@@ -124,8 +157,9 @@ def _write_rank(
 class _Source:
     """The checkpoint's tensors by their names without prefix, on the mapped files: merged and quantized row by row."""
 
-    def __init__(self, files: dict[str, Path], config: CheckpointConfig, neuron_config: Any, adapter: Adapter | None):
-        self.files = files
+    def __init__(self, model: Model, adapter: Adapter | None):
+        config, neuron_config = model.config, model.neuron_config
+        files = self.files = check_checkpoint(model.folder, config)
         self.names = {name.removeprefix(PREFIX): name for name in files}
         if config.tie_word_embeddings:
             self.names["lm_head.weight"] = self.names["embed_tokens.weight"]
