@@ -53,8 +53,8 @@ def check_args(args: argparse.Namespace) -> None:
         )
     if args.draft is not None and not args.speculation_length:
         raise SmolLM3Error("--draft guesses what a step verifies: give --speculation-length, how many tokens that are")
-    if args.draft is not None and (args.for_vllm or args.device == "hlo"):
-        raise SmolLM3Error("--draft goes with neither --for-vllm nor --device hlo: leave one out")
+    if args.draft is not None and args.device == "hlo":
+        raise SmolLM3Error("--draft does not go with --device hlo, which reads the config of one model: leave one out")
     if args.context is not None and (args.rope_scaling or args.factor is not None):
         raise SmolLM3Error("--context has its own factor: leave --rope-scaling and --factor out")
     if args.rope_scaling not in (None, "yarn"):

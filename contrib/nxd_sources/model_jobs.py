@@ -9,7 +9,7 @@ padded), "new_tokens", and optionally "sampling_params" (top_k, top_p, temperatu
 "drafts", per prompt what steps of the config's speculation_length verify in the place of what is looked up; for serve:
 "prompts", and of each request its "lines" of the cache, the step it "comes" at, how many tokens it "stays", and
 optionally the steps that it "rests"; for share, which is prefix caching: "prompts" and "new_tokens"; for shard: "keep"
-(the files).
+(the files). With "draft", the checkpoint that guesses, the model is built with it.
 """
 
 import hashlib
@@ -32,8 +32,20 @@ def build_config(model_cls, job):
     options["torch_dtype"] = getattr(torch, options["torch_dtype"])
     options.setdefault("max_context_length", options["seq_len"])
     config_cls = model_cls.get_config_cls()
-    neuron_config = config_cls.get_neuron_config_cls()(**options)
-    return config_cls(neuron_config, load_config=load_pretrained_config(job["checkpoint"]))
+
+    def of(checkpoint, options, **more):
+        neuron_config = config_cls.get_neuron_config_cls()(**options)
+        return config_cls(neuron_config, load_config=load_pretrained_config(checkpoint), **more)
+
+    if "draft" not in job:
+        return of(job["checkpoint"], options)
+    from neuronx_distributed_inference.models.config import FusedSpecNeuronConfig
+
+    draft_config = of(job["draft"], {**options, "enable_fused_speculation": False, "speculation_length": 0})
+    fused_spec_config = FusedSpecNeuronConfig(
+        model_cls._model_cls, draft_config=draft_config, draft_model_path=job["draft"]
+    )
+    return of(job["checkpoint"], options, fused_spec_config=fused_spec_config)
 
 
 def build(model_cls, job):
@@ -97,7 +109,9 @@ def answer(model_cls, job, rank, out, make_ready):
     model = build(model_cls, job)
     make_ready(model)
     if "drafts" not in job:
-        return {"tokens": [row.tokens for row in generate(model, job["prompts"], job["new_tokens"])]}
+        rows = generate(model, job["prompts"], job["new_tokens"])
+        accepted = {"accepted": [[row.accepted, row.offered] for row in rows]} if "draft" in job else {}
+        return {"tokens": [row.tokens for row in rows], **accepted}
     with drafted(job["prompts"], job["drafts"]):
         count = job["neuron"]["speculation_length"] - 1
         rows = generate(model, job["prompts"], job["new_tokens"], prompt_lookup=count)

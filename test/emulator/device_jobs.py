@@ -57,6 +57,18 @@ def project_generate(model_cls, job, rank, out, make_ready):
     return {"tokens": [[result.tokens for result in results] for results in groups]}
 
 
+def shards(model_cls, job, rank, out, make_ready):
+    """Writes the shards of model and draft with the project's own writer, to OUT/ours."""
+    from smollm3_neuron.weights.shard_writer import Model, write_shards
+
+    make_ready(model_jobs.build(model_cls, job))
+    config = model_jobs.build_config(model_cls, job)
+    of_draft = config.fused_spec_config.draft_config
+    draft = Model(job["draft"], of_draft.checkpoint_config, of_draft.neuron_config)
+    write_shards(job["checkpoint"], config.checkpoint_config, config.neuron_config, out / "ours", draft=draft)
+    return {}
+
+
 def left_out(model_cls, job, rank, out, make_ready):
     """A token step for line 0 alone, while the other lines hold requests: which (line, position) of the first cache
     change, per NeuronCore, and the position that line 0 wrote."""

@@ -32,6 +32,7 @@ class FromArtifact:
 
     def __init__(self, model_cls, folder: Path):
         self.get_config_cls, self.model_cls, self.folder = model_cls.get_config_cls, model_cls, folder
+        self._model_cls = model_cls._model_cls
 
     def __call__(self, checkpoint, config):
         if not config.neuron_config.save_sharded_checkpoint:

@@ -40,6 +40,54 @@ def a_cache_is_not_written_back(artifact):
     _executables(forget)
 
 
+def one_is_accepted_too_far(artifact):
+    """In the graph: what follows the first token that the draft guessed wrong is taken for right, too."""
+    from neuronx_distributed_inference.models.model_base import NeuronFusedSpecModel
+
+    judged = NeuronFusedSpecModel._tkg_postprocessor
+
+    def lenient(self, outputs, attention_mask, position_ids):
+        accepted, *_, positions = judged(self, outputs, attention_mask, position_ids)
+        further = (positions + 1).minimum(position_ids + accepted.shape[1]).to(positions.dtype)
+        return [outputs[1].to(accepted.dtype), accepted[:, :1], attention_mask, further]
+
+    NeuronFusedSpecModel._tkg_postprocessor = lenient
+
+
+def _forget_caches_of(model):
+    """K and V of one of the two models are not written back by the graph of a step."""
+
+    def forget(executable):
+        inputs = executable.meta.input_tensors
+        if inputs[executable.inputs[0]].shape[1] == 1:
+            executable.aliases = {
+                output: state
+                for output, state in executable.aliases.items()
+                if not inputs[state].checkpoint_key.decode().startswith(model)
+            }
+
+    _executables(forget)
+
+
+def the_drafts_cache_is_not_rolled_over(artifact):
+    _forget_caches_of("draft_model.")
+
+
+def the_models_cache_is_not_rolled_over(artifact):
+    _forget_caches_of("target_model.")
+
+
+def draft_and_model_change_places(artifact):
+    """In rank 1's shard, of two models of one shape."""
+
+    def swap(tensors):
+        for name in [name for name in tensors if name.startswith("draft_model.")]:
+            other = name.replace("draft_model.", "target_model.")
+            tensors[name], tensors[other] = tensors[other].clone(), tensors[name].clone()
+
+    _changed_shard(artifact, swap)
+
+
 def the_bucket_is_one_too_small(artifact):
     """In token generation, from the second bucket on."""
     from neuronx_distributed_inference.models.model_wrapper import ModelWrapper

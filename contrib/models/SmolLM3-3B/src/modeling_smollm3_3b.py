@@ -278,26 +278,25 @@ class NeuronSmolLM3Model(NeuronBaseModel):
         )
 
     def forward(
-        self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        position_ids: torch.Tensor,
-        *args,
-        **kwargs,
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor, *args, **kwargs
     ) -> list[torch.Tensor]:
         """Maps input_ids, attention_mask and position_ids [batch, seq] to a list.
 
         Its first entry is the logits [batch, 1, vocab_size], or the sampled tokens; K and V of each layer follow. With
         input_ids of speculation_length tokens, which follow the cache, it has logits or tokens of each of them.
 
-        The graph meets two faults of the library here. The library takes a prompt's last token to be where position_ids
-        is largest, and pads them with 1, which is wrong for a prompt of one token: so padding gets position 0. And it
-        cuts the vocabulary's padding off the logits before it masks as many of the last ones: so the padding is kept
-        until then and cut off here.
+        The graph meets three faults of the library here. It takes a prompt's last token to be where position_ids is
+        largest, and pads them with 1, which is wrong for a prompt of one token: so padding gets position 0. It cuts the
+        vocabulary's padding off the logits before it masks as many of the last ones: so the padding is kept until then
+        and cut off here. And in a draft's steps it marks the positions of all rows in each row's mask: so a row sees no
+        more than what stands before its own.
         """
         is_context = input_ids.shape[-1] not in (1, self.speculation_length)
         if is_context and not self.neuron_config.is_prefix_caching:
             position_ids = self._pad_position_ids(position_ids, attention_mask)
+        elif getattr(self.neuron_config, "use_draft_group", False):  # the library's word for a draft
+            places = torch.arange(attention_mask.shape[-1], device=attention_mask.device)
+            attention_mask = attention_mask * (places < position_ids)
         outputs = super().forward(input_ids, attention_mask, position_ids, *args, **kwargs)
         if self.lm_head.pad_size and not self.on_device_sampling:
             outputs[0] = outputs[0][..., : self.vocab_size]
@@ -319,6 +318,7 @@ class NeuronSmolLM3ForCausalLM(NeuronBaseForCausalLM):
     """SmolLM3 for `compile`, `load` and generation with NxD Inference."""
 
     _model_cls = NeuronSmolLM3Model
+    _FUSED_PREFIX = ""  # set by the library while it reads a draft, and then the model that verifies
 
     def enable_speculation(self, *args, **kwargs):
         """Adds the graph that verifies speculation_length tokens to that of one token, which the library leaves out.
@@ -377,8 +377,7 @@ class NeuronSmolLM3ForCausalLM(NeuronBaseForCausalLM):
     def get_state_dict(cls, model_name_or_path: str, config: SmolLM3InferenceConfig) -> dict:
         """Reads a folder with weights/checkpoint.py: the library prefers a stray model.safetensors to a valid index.
 
-        The names get the library's prefix for a draft or the model that verifies; it is taken off the class, where the
-        library leaves it for whatever is loaded next.
+        The library leaves its prefix for one of two models on the class, for whatever is read next: it is taken off.
         """
         if not os.path.isdir(model_name_or_path):
             return super().get_state_dict(model_name_or_path, config)

@@ -41,6 +41,8 @@ def settings_of_server(settings: Settings, sampling_given: bool = False) -> Sett
         raise SmolLM3Error(
             f"pa_num_blocks is {settings.pa_num_blocks}: leave it out, vllm-neuron takes enough for full lines"
         )
+    if settings.enable_fused_speculation:
+        raise SmolLM3Error("a server with a draft was never run: leave the draft and speculation_length out")
     if settings.speculation_length:
         raise SmolLM3Error(
             f"speculation_length is {settings.speculation_length}: leave it out, vllm-neuron looks no candidates up"
