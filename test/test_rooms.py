@@ -139,7 +139,7 @@ def test_what_the_model_file_loads():
     assert loaded == {
         "", "errors", "modeling_smollm3_3b",
         "model", "model.config", "model.dtypes", "model.heads", "model.releases", "model.rope", "model.switches",
-        "model.interfaces", "model.json_files", "model.windows",
+        "model.draft", "model.interfaces", "model.json_files", "model.windows",
         "weights", "weights.checkpoint", "weights.files", "weights.padding", "weights.projections",
         "weights.quantization", "weights.rank_layout",
     }  # fmt: skip

@@ -109,19 +109,14 @@ def compile_artifact(
             "adapters that are served unmerged are sharded with the weights by the library, as the graphs are "
             "compiled: merge none, and do not keep the graphs"
         )
-    served = (settings.lora_config or {}).get("lora_ckpt_paths", {})
-    lora = {called: _open_adapter(Path(path), checkpoint_config).identity for called, path in served.items()}
+    lora = _served(settings, checkpoint_config)
     made_of = _made_of(folder, settings, place, name or str(folder), revision, adapter, lora, draft)
     standing = _standing(output, place, made_of, weights_only)
     if standing and not weights_only:
         callbacks.on_step("nothing to do: the same artifact is there already")
         return standing
     check_replaceable(target)
-    from ..weights.checkpoint import check_checkpoint
-
-    check_checkpoint(folder, checkpoint_config)
-    if draft_config:
-        check_checkpoint(draft, draft_config)
+    _check_checkpoints({folder: checkpoint_config, draft: draft_config})
     check_generation_config(folder, checkpoint_config.vocab_size)
     with staged(target) as staging:
         write_tokenizer(folder, staging)
@@ -163,6 +158,20 @@ def _open_draft(draft: Path | None, folder: Path, settings: Settings) -> Checkpo
     config = read_draft(draft, folder, settings.seq_len)
     settings.of_draft().checked(config)
     return config
+
+
+def _check_checkpoints(configs: dict[Path | None, CheckpointConfig | None]) -> None:
+    from ..weights.checkpoint import check_checkpoint
+
+    for folder, config in configs.items():
+        if config is not None:
+            check_checkpoint(folder, config)
+
+
+def _served(settings: Settings, config: CheckpointConfig) -> dict[str, dict[str, Any]]:
+    """Returns the identities of the adapters that are served unmerged, by their names."""
+    folders = (settings.lora_config or {}).get("lora_ckpt_paths", {})
+    return {name: _open_adapter(Path(folder), config).identity for name, folder in folders.items()}
 
 
 def _open_adapter(merge_adapter: Path | None, config: CheckpointConfig) -> Any:

@@ -17,7 +17,14 @@ from ..errors import NotANumber, SmolLM3Error
 from ..model.config import token_ids
 from .blocks import BlockTables
 from .sampling import GREEDY, Sampling
-from .speculation import PromptLookup, accepted_tokens, check_prompt_lookup, has_draft, last_place
+from .speculation import (
+    PromptLookup,
+    accepted_tokens,
+    check_prompt_lookup,
+    check_returns_logits,
+    has_draft,
+    last_place,
+)
 from .turns import turn
 
 
@@ -132,11 +139,7 @@ def generate(
     _check_tokens(prompts, model.config.vocab_size)
     if prompt_lookup is not None:
         check_prompt_lookup(prompt_lookup, neuron_config)
-    if has_draft(neuron_config) and (forced or keep_logits):
-        raise SmolLM3Error(
-            "the model was compiled with a draft: its graphs return the tokens that they accept and no logits, and "
-            "take no others; compile without a draft for that"
-        )
+    check_returns_logits(neuron_config, forced or keep_logits)
     adapter_ids = _checked_adapter_ids(getattr(neuron_config, "lora_config", None), adapter_ids, len(prompts))
     stops = sampling.stops(tokenizer)
     results = [Generated() for _ in prompts]

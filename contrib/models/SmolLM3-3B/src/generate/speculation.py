@@ -47,6 +47,15 @@ def check_prompt_lookup(count: int, neuron_config: Any) -> None:
         )
 
 
+def check_returns_logits(neuron_config: Any, are_needed: Any) -> None:
+    """Raises SmolLM3Error for graphs with a draft, where logits are needed or tokens are fed."""
+    if are_needed and has_draft(neuron_config):
+        raise SmolLM3Error(
+            "the model was compiled with a draft: its graphs return the tokens that they accept and no logits, and "
+            "take no others; compile without a draft for that"
+        )
+
+
 def has_draft(neuron_config: Any) -> bool:
     """Returns whether a NeuronConfig's, or an artifact's, graphs have a draft in them."""
     return bool(getattr(neuron_config, "enable_fused_speculation", False))

@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import pytest
 
 from smollm3_neuron.errors import SmolLM3Error
-from smollm3_neuron.model.switches import REFUSED, check_encoding, check_sampling, check_switches
+from smollm3_neuron.model.switches import REFUSED, WITHOUT_DRAFT, check_encoding, check_sampling, check_switches
 
 MIXED, ROTARY = [1, 0], [1, 1]
 
@@ -27,7 +27,6 @@ EXPECTED = {
     "flash_decoding_enabled": ALL,
     "layer_boundary_markers": ALL,
     "chunked_prefill_config": ALL,
-    "enable_fused_speculation": ALL,
     "enable_eagle_speculation": ALL,
     "is_eagle_draft": ALL,
     "token_tree_config": ALL,
@@ -110,6 +109,7 @@ def encoding(**settings):
         pa_num_blocks=8,
         prefix_buckets=None,
         speculation_length=0,
+        enable_fused_speculation=False,
     )
     check_encoding(SimpleNamespace(**{**off, **settings}))
 
@@ -118,6 +118,7 @@ SEQUENCE_PARALLEL = dict(sequence_parallel_enabled=True, tp_degree=3)
 WINDOWED = dict(windowed_context_encoding_size=64)
 PREFIX_CACHING = dict(is_prefix_caching=True, is_block_kv_layout=True)
 BUCKETING = dict(enable_bucketing=True)
+DRAFT = dict(enable_fused_speculation=True, speculation_length=128, on_device_sampling_config={"do_sample": False})
 MASKED = dict(apply_seq_ids_mask=True, is_continuous_batching=True)
 
 
@@ -138,6 +139,9 @@ MASKED = dict(apply_seq_ids_mask=True, is_continuous_batching=True)
         dict(PREFIX_CACHING, **BUCKETING, context_encoding_buckets=[128, 256], prefix_buckets=[128, 256]),
         dict(speculation_length=2),
         dict(speculation_length=255, on_device_sampling_config={"top_k": 1}, **MASKED),
+        DRAFT,
+        dict(DRAFT, speculation_length=5, **BUCKETING, is_continuous_batching=True),
+        dict(DRAFT, **BUCKETING, context_encoding_buckets=[64, 256]),
     ],
 )
 def test_ways_to_encode_a_context(settings):
@@ -208,6 +212,18 @@ def test_ways_to_encode_a_context(settings):
             dict(on_device_sampling_config=SimpleNamespace(do_sample=False, dynamic=True), speculation_length=4),
             "speculation_length is 4 and on_device_sampling_config has dynamic, .* greedy",
         ),
+        (dict(DRAFT, speculation_length=0), "enable_fused_speculation is on with a speculation_length of 0"),
+        (dict(DRAFT, on_device_sampling_config=None), "enable_fused_speculation is on without on_device_sampling_con"),
+        (dict(DRAFT, on_device_sampling_config={"do_sample": True}), "has do_sample, .* greedy"),
+        (dict(DRAFT, **BUCKETING), "speculation_length is 128, as long as a context"),
+        (dict(DRAFT, **BUCKETING, context_encoding_buckets=[128, 256]), "speculation_length is 128, as long as a"),
+        (dict(DRAFT, max_context_length=128), "speculation_length is 128, as long as a context"),
+        *(
+            (dict(DRAFT, **{name: True}), f"enable_fused_speculation is on with {name}, but .* leave one of them out")
+            for name in WITHOUT_DRAFT
+            if name != "apply_seq_ids_mask"
+        ),
+        (dict(DRAFT, **MASKED), "enable_fused_speculation is on with apply_seq_ids_mask"),
         (dict(PREFIX_CACHING, pa_num_blocks=7), "pa_num_blocks is 7: of pa_block_size 32 at least 8 .* seq_len of 256"),
     ],
 )
