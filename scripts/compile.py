@@ -26,7 +26,8 @@ from smollm3_neuron.machine.locate import DEFAULT_MODEL, locate_model
 from smollm3_neuron.machine.preflight import check_device, choose_place
 from smollm3_neuron.machine.roofline import Estimate
 from smollm3_neuron.machine.scores import notes_on_attention
-from smollm3_neuron.model.config import read_config
+from smollm3_neuron.model.config import DRAFT_TYPES, read_config
+from smollm3_neuron.model.draft import other_added_tokens
 from smollm3_neuron.model.dtypes import QUANTIZATION_DTYPES
 from smollm3_neuron.model.releases import installed_release
 from smollm3_neuron.model.smollm3_3b import SMOLLM3_3B
@@ -233,11 +234,15 @@ def stored_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
-def estimate_of(folder: Path, settings: Settings) -> Estimate:
+def estimate_of(folder: Path, settings: Settings, draft: Path | None) -> Estimate:
     """What a core holds of the artifact, as plan.py says it."""
     config, quantized = read_config(folder).padded(settings), settings if settings.quantized else None
     sizes = settings.tp_degree, settings.seq_len, settings.batch_size, settings.torch_dtype
-    return Estimate(config, *sizes, quantized=quantized, speculation_length=settings.speculation_length)
+    speculation = {
+        "speculation_length": settings.speculation_length,
+        "draft": draft and read_config(draft, DRAFT_TYPES),
+    }
+    return Estimate(config, *sizes, quantized=quantized, **speculation)
 
 
 def say_what_may_not_work(folder: Path, settings: Settings) -> None:
@@ -305,6 +310,8 @@ def compile_and_report(args: argparse.Namespace, settings: Settings) -> None:
         print("This is the CPU runtime: CPU graphs, not a device's.")
         common.quiet()
     print(kv_heads(folder, args.tp))
+    if args.draft and (others := other_added_tokens(args.draft, folder)):
+        print(f"note: {len(others)} added tokens are others in the draft's tokenizer, the first {others[0]}")
     began = time.perf_counter()
 
     def on_step(step: str) -> None:
@@ -334,9 +341,10 @@ def compile_and_report(args: argparse.Namespace, settings: Settings) -> None:
             print(f"  {note}")
     for file, entry in artifact.manifest["files"].items():
         print(f"  {file:<44} {entry['size'] / 1e6:10.2f} MB")
-    estimate = estimate_of(folder, artifact.settings)
+    estimate = estimate_of(folder, artifact.settings, args.draft)
     print("\n".join(common.model_sizes(read_config(folder), artifact.settings.torch_dtype, stored_bytes(folder))))
     held = {"weights": estimate.weights, "KV cache": estimate.kv_cache, "logits": estimate.logits}
+    held |= {"draft": estimate.held_by_draft} if args.draft else {}
     print(f"per core: {', '.join(f'{name} {common.gigabytes(size)}' for name, size in held.items())}")
     if args.for_vllm:
         print(f"\nServe it: {serve_command(artifact)}")

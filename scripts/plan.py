@@ -27,7 +27,8 @@ from smollm3_neuron.machine.roofline import (
     check_tp_degree,
     parameters,
 )
-from smollm3_neuron.model.config import CheckpointConfig, read_config, resolve_config
+from smollm3_neuron.model.config import DRAFT_TYPES, CheckpointConfig, read_config, resolve_config
+from smollm3_neuron.model.draft import check_draft
 from smollm3_neuron.model.dtypes import MODEL_DTYPES
 from smollm3_neuron.model.smollm3_3b import SMOLLM3_3B
 
@@ -50,6 +51,7 @@ def parse_args() -> argparse.Namespace:
     shape.add_argument("--apply-seq-ids-mask", action="store_true", help="as compile.py's")
     shape.add_argument("--pad-intermediate", type=int, metavar="N", help="as compile.py's")
     shape.add_argument("--speculation-length", type=int, metavar="K", default=0, help="as compile.py's")
+    shape.add_argument("--draft", metavar="FOLDER", help="as compile.py's; its config.json is read alone")
     shape.add_argument("--quantized", action="store_true", help="8-bit weights, as compile.py's")
     outputs = parser.add_argument_group("what is written")
     outputs.add_argument("--json", action="store_true", help="the same as JSON, in bytes and seconds")
@@ -73,6 +75,7 @@ def as_dict(estimate: Estimate, instance: str) -> dict:
         "untied_head": estimate.untied_head,
         "kv_cache": estimate.kv_cache,
         "logits": estimate.logits,
+        "held_by_draft": estimate.held_by_draft,
         "total": estimate.total,
         "scores_at_most": estimate.scores(estimate.context_length or estimate.seq_len),
         "fits": estimate.room >= 0,
@@ -99,6 +102,7 @@ def speculation(expected: Expectation) -> dict:
     return {"verify_seconds_expected": expected.verify_seconds, "tokens_per_second_expected_by_accepted": by_share}
 
 
+OF_DRAFT = "the draft's weights and KV cache"
 LINES = (
     ("KV heads", lambda plan: f"{plan['strategy']}: {plan['key_value_heads_per_core']} per core"),
     ("query heads per core", lambda plan: str(plan["attention_heads_per_core"])),
@@ -108,6 +112,7 @@ LINES = (
     ("KV cache", lambda plan: common.gigabytes(plan["kv_cache"])),
     ("  of one token", lambda plan: f"{plan['kv_bytes_per_token']:,} bytes"),
     ("logits", lambda plan: common.gigabytes(plan["logits"])),
+    (OF_DRAFT, lambda plan: common.gigabytes(plan["held_by_draft"])),
     ("total", lambda plan: common.gigabytes(plan["total"])),
     ("fits", lambda plan: "yes" if plan["fits"] else "DOES NOT FIT"),
     ("scores of a prompt that long, at most", lambda plan: common.gigabytes(plan["scores_at_most"])),
@@ -203,11 +208,15 @@ def config_of(model: str | None) -> CheckpointConfig:
     return resolve_config(SMOLLM3_3B) if model is None else read_config(local_model(model)[0])
 
 
+def draft_of(args: argparse.Namespace) -> CheckpointConfig | None:
+    return None if args.draft is None else read_config(args.draft, DRAFT_TYPES)
+
+
 def estimates_for(args: argparse.Namespace) -> list[Estimate]:
     """One estimate per TP degree; SmolLM3Error for an instance, degree, dtype or shape that is not allowed."""
     if args.instance not in INSTANCES:
         raise SmolLM3Error(f"instance is {args.instance!r}, known are {', '.join(INSTANCES)}")
-    config = config_of(args.model)
+    config, draft = config_of(args.model), draft_of(args)
     if args.tp is not None:
         check_tp_degree(args.instance, args.tp)
     if args.dtype not in MODEL_DTYPES:
@@ -218,11 +227,15 @@ def estimates_for(args: argparse.Namespace) -> list[Estimate]:
         settings = Settings(
             tp_degree, args.batch_size, args.seq_len, None, args.dtype, padded_intermediate_size=args.pad_intermediate,
             is_continuous_batching=mask, apply_seq_ids_mask=mask, quantized=args.quantized,
-            speculation_length=args.speculation_length,
+            speculation_length=args.speculation_length, enable_fused_speculation=draft is not None,
+            on_device_sampling_config={"do_sample": False} if draft else None,
         ).checked(config)  # fmt: skip
         sizes = settings.seq_len, settings.batch_size, settings.torch_dtype
         quantized = settings if args.quantized else None
-        switches = dict(apply_seq_ids_mask=mask, speculation_length=args.speculation_length)
+        if draft:
+            check_draft(draft, config)
+            settings.of_draft().checked(draft)
+        switches = dict(apply_seq_ids_mask=mask, speculation_length=args.speculation_length, draft=draft)
         estimates.append(Estimate(config.padded(settings), tp_degree, *sizes, quantized=quantized, **switches))
     return estimates
 
@@ -238,7 +251,7 @@ def print_plans(args: argparse.Namespace, plans: list[dict]) -> None:
     print("\n".join(common.model_sizes(config_of(args.model), args.dtype, stored_bytes(args.model))) + "\n")
     print(f"{'':<42}" + "".join(f"{'TP ' + str(plan['tp_degree']):>26}" for plan in plans))
     for label, cell in LINES:
-        if args.speculation_length == 0 and label in SPECULATION:
+        if (args.speculation_length == 0 and label in SPECULATION) or (args.draft is None and label == OF_DRAFT):
             continue
         print(f"{label:<42}" + "".join(f"{cell(plan):>26}" for plan in plans))
     print(EXPECTED_FROM)
@@ -256,6 +269,7 @@ def main() -> None:
         settings["padded_intermediate_size"] = args.pad_intermediate
         settings["quantized"] = args.quantized
         settings["speculation_length"] = args.speculation_length
+        settings["draft"] = args.draft
         config = config_of(args.model)
         count, tensors = parameters(config)
         whole = Estimate(config, tp_degree=1, seq_len=1, dtype=args.dtype)

@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 from commands import run as run_command
-from places import ROOT
+from places import ROOT, TINY
 
 
 def plan(*args) -> subprocess.CompletedProcess:
@@ -85,5 +85,12 @@ def test_several_tokens_in_one_step():
     done = plan("--tp", 2, "--speculation-length", 5)
     assert "  tokens per second, 50% accepted" in done.stdout
     assert "accepted" not in plan("--tp", 2).stdout
+    assert "draft" not in done.stdout
+    done = plan("--model", "tiny", "--tp", 2, "--speculation-length", 5, "--draft", TINY)
+    assert "the draft's weights and KV cache" in done.stdout and done.returncode == 0
+    (with_draft,) = json.loads(plan("--tp", 2, "--speculation-length", 5, "--json").stdout)["plans"]
+    assert with_draft["held_by_draft"] == 0
+    refused = plan("--tp", 2, "--speculation-length", 5, "--draft", TINY)
+    assert refused.returncode == 2 and "its vocab_size is 512 and the model's 128256" in refused.stderr
     refused = plan("--speculation-length", 1)
     assert refused.returncode == 2 and "speculation_length is 1, allowed is 0 (off)" in refused.stderr

@@ -71,6 +71,11 @@ class Expectation:
         return "inf2" if self.instance.startswith("inf2") else "trn1"
 
     @property
+    def launch(self) -> float:
+        """Seconds that a graph costs once, whatever is in it; across chips the whole overhead was measured so."""
+        return LAUNCH.value if self.estimate.tp_degree <= 2 else self.overhead
+
+    @property
     def overhead(self) -> float | None:
         """Seconds of a graph beside its memory and its products: its launch and its collectives."""
         ranks = self.estimate.tp_degree
@@ -90,11 +95,18 @@ class Expectation:
 
     @property
     def verify_seconds(self) -> float | None:
-        """Of one step of the whole batch that verifies the estimate's `speculation_length` tokens."""
+        """Of one step of the whole batch that verifies the estimate's `speculation_length` tokens.
+
+        With a draft it has as many steps of that in it, one after the other; the launch of their graph counts once.
+        """
         of = self.estimate
         if self.overhead is None or of.dtype != "bfloat16":
             return None
-        return self.overhead + max(of.verify_bytes / HBM.value, of.verify_flops / self._flops)
+        seconds = self.overhead + max(of.verify_bytes / HBM.value, of.verify_flops / self._flops)
+        if of.draft is None:
+            return seconds
+        draft = Expectation(of.of_draft, self.instance)
+        return seconds + of.speculation_length * (draft.decode_seconds - draft.launch)
 
     def speculated_tokens_per_second(self, accepted: float) -> float | None:
         """Of the whole batch, where every step has all its candidates and this share of them is accepted, 0 to 1."""

@@ -84,6 +84,22 @@ class Estimate:
     """Whether the caches have the positions of that switch."""
     speculation_length: int = 0
     """The tokens of each sequence that one step verifies; 0: none are."""
+    draft: CheckpointConfig | None = None
+    """Who guesses them, in the same graph, with weights and caches of its own; None: they are looked up."""
+
+    @property
+    def of_draft(self) -> "Estimate | None":
+        """Returns the same of the draft alone."""
+        if self.draft is None:
+            return None
+        sizes = self.tp_degree, self.seq_len, self.batch_size, self.dtype, self.context_length
+        return Estimate(self.draft, *sizes)
+
+    @property
+    def _of_draft_held(self) -> tuple[int, int]:
+        """Returns bytes of the draft's weights, and of K and V of one token in its layers."""
+        of = self.of_draft
+        return (of.weights, of.kv_cache_per_token) if of else (0, 0)
 
     @property
     def plan(self) -> ShardingPlan:
@@ -167,8 +183,14 @@ class Estimate:
 
     @property
     def total(self) -> int:
-        """Bytes of weights, caches and logits."""
-        return self.weights + self.kv_cache + self.logits
+        """Bytes of weights, caches and logits, with a draft of its weights and caches, too."""
+        return self.weights + self.kv_cache + self.logits + self.held_by_draft
+
+    @property
+    def held_by_draft(self) -> int:
+        """Bytes of the draft's weights and caches; 0 without one."""
+        of = self.of_draft
+        return of.weights + of.kv_cache if of else 0
 
     @property
     def room(self) -> int:
@@ -177,14 +199,16 @@ class Estimate:
 
     def largest_batch(self, seq_len: int) -> int:
         """Returns the largest batch size that fits with sequences of `seq_len`, or 0."""
-        free = HBM_PER_CORE - RESERVED_PER_CORE - self.weights
-        line = self.kv_cache_per_token * (seq_len + self._masked_positions)
+        draft, draft_per_token = self._of_draft_held
+        free = HBM_PER_CORE - RESERVED_PER_CORE - self.weights - draft
+        line = self.kv_cache_per_token * (seq_len + self._masked_positions) + draft_per_token * seq_len
         return max(0, free // (line + self.logits // self.batch_size))
 
     def largest_seq_len(self, batch_size: int) -> int:
         """Returns the longest seq_len that fits with so many sequences, up to the model's positions, or 0."""
-        free = HBM_PER_CORE - RESERVED_PER_CORE - self.weights - self.logits // self.batch_size * batch_size
-        positions = free // (self.kv_cache_per_token * batch_size) - self._masked_positions
+        draft, draft_per_token = self._of_draft_held
+        free = HBM_PER_CORE - RESERVED_PER_CORE - self.weights - draft - self.logits // self.batch_size * batch_size
+        positions = free // ((self.kv_cache_per_token + draft_per_token) * batch_size) - self._masked_positions
         return max(0, min(self.config.longest_sequence, positions))
 
     @property
@@ -249,4 +273,4 @@ class Estimate:
     @property
     def host_memory_to_load(self) -> int:
         """Bytes of host memory for loading: the library reads its ranks' shard files whole."""
-        return self.weights * self.tp_degree
+        return (self.weights + self._of_draft_held[0]) * self.tp_degree

@@ -73,3 +73,23 @@ def test_tp_degrees_of_the_instances(instance, refused, named):
     for tp_degree in INSTANCES[instance].tp_degrees:
         check_tp_degree(instance, tp_degree)
         assert tp_degree <= INSTANCES[instance].neuron_cores
+
+
+def test_a_draft_takes_its_place_beside_the_model():
+    """Its weights and caches, and as many sequences and positions less."""
+    config = resolve_config(SMOLLM3_3B)
+    draft = resolve_config({**SMOLLM3_3B, "num_hidden_layers": 12, "no_rope_layers": [1] * 12})
+    alone, of_draft = Estimate(config, 2, 65536), Estimate(draft, 2, 65536)
+    both = Estimate(config, 2, 65536, draft=draft)
+    assert both.held_by_draft == of_draft.weights + of_draft.kv_cache and alone.held_by_draft == 0
+    assert alone.room - both.room == both.total - alone.total == both.held_by_draft
+    assert both.host_memory_to_load == alone.host_memory_to_load + of_draft.host_memory_to_load
+    for seq_len in (2048, 65536):
+        largest = both.largest_batch(seq_len)
+        assert Estimate(config, 2, seq_len, largest, draft=draft).room >= 0
+        assert Estimate(config, 2, seq_len, largest + 1, draft=draft).room < 0 and largest < alone.largest_batch(
+            seq_len
+        )
+    longest = both.largest_seq_len(8)
+    assert Estimate(config, 2, longest, 8, draft=draft).room >= 0
+    assert Estimate(config, 2, longest + 1, 8, draft=draft).room < 0
