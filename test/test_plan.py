@@ -7,6 +7,11 @@ import pytest
 from commands import run as run_command
 from places import ROOT, TINY
 
+from smollm3_neuron.machine.expectations import Expectation
+from smollm3_neuron.machine.roofline import Estimate
+from smollm3_neuron.model.config import resolve_config
+from smollm3_neuron.model.smollm3_3b import SMOLLM3_3B
+
 
 def plan(*args) -> subprocess.CompletedProcess:
     return run_command(ROOT / "scripts/plan.py", *args)
@@ -94,3 +99,25 @@ def test_several_tokens_in_one_step():
     assert refused.returncode == 2 and "its vocab_size is 512 and the model's 128256" in refused.stderr
     refused = plan("--speculation-length", 1)
     assert refused.returncode == 2 and "speculation_length is 1, allowed is 0 (off)" in refused.stderr
+
+
+def test_what_performance_md_says_of_a_draft():
+    """Its table of what a draft gains, by the share of guesses accepted."""
+    shapes = (
+        {"intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8},
+        {"num_hidden_layers": 4},
+    )
+    config = resolve_config(SMOLLM3_3B)
+    alone = Expectation(Estimate(config, 2, 2048), "trn1.2xlarge").tokens_per_second
+    expected = {}
+    for shape in shapes:
+        draft = resolve_config({**SMOLLM3_3B, **shape})
+        for length in (5, 7):
+            estimate = Estimate(config, 2, 2048, speculation_length=length, draft=draft)
+            for share in (0.25, 0.5, 0.75, 1):
+                gain = Expectation(estimate, "trn1.2xlarge").speculated_tokens_per_second(share) / alone
+                expected.setdefault(f"{share:.0%}", []).append(f"{gain:.2f}")
+    lines = (ROOT / "docs/performance.md").read_text().splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
+    (head,) = (at for at, row in enumerate(rows) if row[0] == "share of guesses accepted")
+    assert {row[0]: row[1:] for row in rows[head + 2 : head + 6]} == expected
