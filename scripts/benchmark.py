@@ -29,7 +29,7 @@ from smollm3_neuron.artifact.compiled_graphs import note_on_products
 from smollm3_neuron.artifact.folder import Artifact, open_artifact
 from smollm3_neuron.artifact.settings import Settings
 from smollm3_neuron.errors import SmolLM3Error
-from smollm3_neuron.generate.speculation import check_prompt_lookup
+from smollm3_neuron.generate.speculation import check_prompt_lookup, last_place
 from smollm3_neuron.machine.preflight import choose_place
 from smollm3_neuron.machine.roofline import FLOPS, HBM_BANDWIDTH, Estimate
 from smollm3_neuron.model.config import read_config
@@ -42,7 +42,8 @@ SHAPES = {
     ),
     "3b": {},
 }  # fmt: skip
-OWN, LOOKUP = "artifact", "artifact, prompt lookup"
+OWN, LOOKUP, DRAFT = "artifact", "artifact, prompt lookup", "artifact, draft"
+OURS = (OWN, LOOKUP, DRAFT)
 # generate's cache_implementation, and whether torch.compile compiles the model's forward
 TRANSFORMERS = {"transformers": (None, False), "transformers, static cache": ("static", False)}
 COMPILED = {"transformers, torch.compile": ("static", True)}
@@ -168,10 +169,10 @@ def measure(artifact: Artifact, place: str, args: argparse.Namespace, ceiling: t
     settings, checkpoint = artifact.settings, artifact.manifest["model"]["folder"]
     config = read_config(checkpoint)
     for length in args.prompt_lengths:
-        if not 1 <= length <= settings.max_context_length or length + args.new_tokens > settings.seq_len:
+        if not 1 <= length <= settings.max_context_length or length + args.new_tokens > last_place(settings):
             raise SmolLM3Error(
                 f"{artifact.path}: --prompt-lengths {length} and --new-tokens {args.new_tokens} do not fit into its "
-                f"context of {settings.max_context_length} and sequence of {settings.seq_len}"
+                f"context of {settings.max_context_length} and sequence of {last_place(settings)}"
             )
     if args.prompt_lookup is not None:
         check_prompt_lookup(args.prompt_lookup, settings)
@@ -180,7 +181,7 @@ def measure(artifact: Artifact, place: str, args: argparse.Namespace, ceiling: t
     kinds = ("free", "copying") if args.prompt_lookup is not None else ("free",)
     for length, kind in itertools.product(args.prompt_lengths, kinds):
         prompts = prompts_of(kind, length, settings.batch_size, config.vocab_size)
-        compared = [engine for engine in engines if kind == "free" or engine.name in (OWN, LOOKUP)]
+        compared = [engine for engine in engines if kind == "free" or engine.name in OURS]
         rounds = take_turns(compared, prompts, args.new_tokens, args.rounds)
         rows_of_length = [make_row(artifact, engine, length, rounds[engine], kind) for engine in compared]
         sizes = settings.tp_degree, settings.seq_len, settings.batch_size, settings.torch_dtype, length
@@ -202,7 +203,8 @@ def start_engines(artifact: Artifact, place: str, args: argparse.Namespace) -> l
         "adapter": artifact.adapter,
     }
     of_artifact = {**job, "artifact": str(artifact.path)}
-    engines = [Engine(OWN, {**of_artifact, "prompt_lookup": None})]
+    name = DRAFT if artifact.settings.enable_fused_speculation else OWN
+    engines = [Engine(name, {**of_artifact, "prompt_lookup": None})]
     if args.prompt_lookup is not None:
         engines.append(Engine(LOOKUP, {**of_artifact, "prompt_lookup": args.prompt_lookup}))
     if not args.without_transformers:
@@ -226,7 +228,7 @@ def make_row(artifact: Artifact, engine: Engine, length: int, rounds: list[dict]
     gaps = [gap for times in rounds for gap in times["gaps"]]
     firsts = [times["first"] for times in rounds]
     percentiles = {f"p{share}": percentile(gaps, share / 100) for share in (50, 90, 99)}
-    is_artifact, settings = engine.name in (OWN, LOOKUP), artifact.settings
+    is_artifact, settings = engine.name in OURS, artifact.settings
     offered = sum(times.get("offered", 0) for times in rounds)
     mean = min(statistics.fmean(times["gaps"]) for times in rounds)
     return Row(
@@ -239,7 +241,7 @@ def make_row(artifact: Artifact, engine: Engine, length: int, rounds: list[dict]
         least=(min(firsts), min(gaps)),
         percentiles=percentiles,
         # several tokens of a step come at once
-        tokens_per_second=settings.batch_size / (mean if engine.name == LOOKUP else percentiles["p50"]),
+        tokens_per_second=settings.batch_size / (mean if engine.name in (LOOKUP, DRAFT) else percentiles["p50"]),
         prompts=kind,
         accepted=sum(times["accepted"] for times in rounds) / offered if offered else None,
         mean=mean,
@@ -250,7 +252,12 @@ def make_row(artifact: Artifact, engine: Engine, length: int, rounds: list[dict]
 
 
 def add_utilization(row: Row, estimate: Estimate, ceiling: tuple[float, float], place: str) -> None:
-    """Shares of the ceilings that are used; the CPU's are all ranks' together. Every step reads the caches whole."""
+    """Shares of the ceilings that are used; the CPU's are all ranks' together. Every step reads the caches whole.
+
+    None with a draft, whose own steps are in each.
+    """
+    if row.engine == DRAFT:
+        return
     ranks = 1 if place == "neuron" else estimate.tp_degree
     bandwidth, flops = ceiling
     row.mfu_prefill = ranks * estimate.prefill_flops / row.first_token / flops
@@ -264,7 +271,7 @@ def add_ratios(rows: list[Row]) -> None:
         if row.engine == LOOKUP:
             row.lookup_ratio = rows[0].mean / row.mean
     for baseline in (row for row in rows if row.engine == "transformers"):
-        for row in (row for row in rows if row.engine != LOOKUP):
+        for row in (row for row in rows if row.engine not in (LOOKUP, DRAFT)):
             row.first_token_ratio, row.decode_ratio = (theirs / own for theirs, own in zip(baseline.least, row.least))
 
 

@@ -107,7 +107,8 @@ def on_sources(artifact: Artifact, nxd_source: str):
     folder = Path(artifact.manifest["model"]["folder"])
     # CPU mode leaves the layers of 8-bit weights as they are
     settings = replace(artifact.settings, tp_degree=1, quantized=False, modules_to_not_convert=None)
-    settings = replace(settings, enable_fused_speculation=False)  # its graph has no layers of one model to look into
+    # nor does it verify tokens; and logits are looked at, which a graph that chooses itself does not return
+    settings = replace(settings, enable_fused_speculation=False, speculation_length=0, on_device_sampling_config=None)
     config = build_config(folder, settings)
     config.neuron_config.on_cpu = True
     app = model_cls(str(folder), config)

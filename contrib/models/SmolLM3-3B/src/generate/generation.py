@@ -259,7 +259,8 @@ class _Group:
             self._add(row, result, output, place - width)
         accepted = len(result.tokens) - before - 1
         if self.has_draft and before:
-            result.offered += min(width - 1, self.limits[row] - before - 1)
+            is_cut = accepted < len(candidates)  # the answer ended among them
+            result.offered += accepted if is_cut else width - 1
             result.accepted += accepted
         elif candidates:
             result.offered += len(candidates)
