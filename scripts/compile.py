@@ -254,6 +254,14 @@ def say_what_may_not_work(folder: Path, settings: Settings) -> None:
         print("warning: is_prefix_caching with SDK 2.28 ended in NCC_ITEN404 in a public report (aws-neuron-sdk #1304)")
 
 
+def notes_on_draft(draft: Path | None, folder: Path) -> list[str]:
+    """A line where its tokenizer has other added tokens than the model's."""
+    others = other_added_tokens(draft, folder) if draft else []
+    if not others:
+        return []
+    return [f"note: {len(others)} added tokens are others in the draft's tokenizer, the first {others[0]}"]
+
+
 def lower(args: argparse.Namespace, settings: Settings) -> None:
     """`--device hlo`: the weights are not needed, and those of the default model are not downloaded."""
     sys.path.append(str(Path(__file__).resolve().parents[1] / "contrib"))
@@ -309,9 +317,7 @@ def compile_and_report(args: argparse.Namespace, settings: Settings) -> None:
     else:
         print("This is the CPU runtime: CPU graphs, not a device's.")
         common.quiet()
-    print(kv_heads(folder, args.tp))
-    if args.draft and (others := other_added_tokens(args.draft, folder)):
-        print(f"note: {len(others)} added tokens are others in the draft's tokenizer, the first {others[0]}")
+    print("\n".join([kv_heads(folder, args.tp), *notes_on_draft(args.draft, folder)]))
     began = time.perf_counter()
 
     def on_step(step: str) -> None:
