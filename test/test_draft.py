@@ -115,7 +115,6 @@ def test_a_config_without_its_draft():
         ([], "--draft guesses what a step verifies: give --speculation-length"),
         (["--speculation-length", 4], "the CPU runtime has no such graph, leave the draft out"),
         (["--speculation-length", 64], "speculation_length is 64, allowed is 0"),
-        (["--speculation-length", 4, "--for-vllm"], "a server with a draft was never run"),
         (["--speculation-length", 4, "--quantized"], "enable_fused_speculation is on with quantized"),
         (["--speculation-length", 4, "--max-context-length", 4], "speculation_length is 4, as long as a context"),
         (

@@ -142,6 +142,40 @@ def test_a_server_looks_nothing_up():
         serving.settings_of_server(replace(SETTINGS, speculation_length=4))
 
 
+def test_a_server_with_a_draft(artifact):
+    """Its graphs are greedy, and vLLM is told of the draft by its own flag."""
+    changes = {"speculation_length": 4, "enable_fused_speculation": True}
+    changes["on_device_sampling_config"] = {"do_sample": False}
+    settings = serving.settings_of_server(replace(SETTINGS, **changes))
+    assert settings.on_device_sampling_config == {"do_sample": False} and settings.enable_bucketing
+    model = {**artifact.manifest["model"], "draft": {"folder": "/drafts/small"}}
+    made = {"model": model, "settings": {**artifact.manifest["settings"], **changes}}
+    flags, _ = server_flags(replace(artifact, manifest={**artifact.manifest, **made}))
+    assert json.loads(flags["--speculative-config"]) == {
+        "model": "/drafts/small", "num_speculative_tokens": 4, "method": "draft_model"
+    }  # fmt: skip
+    assert json.loads(flags["--additional-config"]) == {
+        "override_neuron_config": {"on_device_sampling_config": {"do_sample": False}}
+    }
+
+
+def test_a_folder_with_a_draft(folder):
+    """vllm-neuron builds the draft's config beside the model's; without a draft the server asks for something else."""
+    path = folder / "neuron_config.json"
+    content = json.loads(path.read_text())
+    draft = {**json.loads(path.read_text()), "hidden_size": 64}
+    content["neuron_config"] |= {"enable_fused_speculation": True, "speculation_length": 4}
+    path.write_text(json.dumps({**content, "fused_spec_config": {"draft_config": draft}}))
+    of_draft = served_config()
+    of_draft.hidden_size = 64
+    serving.check_folder(of_draft)
+    of_draft.neuron_config.fused_qkv = True
+    with pytest.raises(SmolLM3Error, match="was made with fused_qkv False, the server asks for True"):
+        serving.check_folder(of_draft)
+    with pytest.raises(SmolLM3Error, match="speculation_length 4, the server asks for 0: change --speculative-config"):
+        serving.check_folder(served_config())
+
+
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """Made by vllm-neuron's own compile: a config, and no artifact.json."""

@@ -28,31 +28,31 @@ FLAGS = {
     "seq_len": "--max-model-len",
     "torch_dtype": "--dtype",
 }
+SPECULATION = {"speculation_length", "enable_fused_speculation"}  # of --speculative-config
 BLOCKS = {"is_prefix_caching", "pa_block_size", "pa_num_blocks"}  # flags of the server's own, see serve_command
 
 
 def settings_of_server(settings: Settings, sampling_given: bool = False) -> Settings:
     """Returns `settings` completed as vllm-neuron completes its server's flags.
 
-    With `sampling_given` on_device_sampling_config stays as it is. Raises SmolLM3Error where pa_num_blocks is given,
-    and speculation_length, whose graph a server would never run.
+    With `sampling_given`, or a draft, on_device_sampling_config stays as it is. Raises SmolLM3Error where pa_num_blocks
+    is given, and speculation_length without a draft, whose graph a server would never run.
     """
     if settings.pa_num_blocks is not None:
         raise SmolLM3Error(
             f"pa_num_blocks is {settings.pa_num_blocks}: leave it out, vllm-neuron takes enough for full lines"
         )
-    if settings.enable_fused_speculation:
-        raise SmolLM3Error("a server with a draft was never run: leave the draft and speculation_length out")
-    if settings.speculation_length:
+    if settings.speculation_length and not settings.enable_fused_speculation:
         raise SmolLM3Error(
             f"speculation_length is {settings.speculation_length}: leave it out, vllm-neuron looks no candidates up"
         )
+    keeps_sampling = sampling_given or settings.enable_fused_speculation
     return replace(
         settings,
         ctx_batch_size=1,
         is_continuous_batching=settings.batch_size > 1,
         enable_bucketing=True,
-        on_device_sampling_config=settings.on_device_sampling_config if sampling_given else ON_DEVICE,
+        on_device_sampling_config=settings.on_device_sampling_config if keeps_sampling else ON_DEVICE,
     )
 
 
@@ -63,7 +63,7 @@ def override(settings: Settings) -> dict[str, Any]:
     return {
         name: value
         for name, value in asdict(settings).items()
-        if name not in FLAGS.keys() | BLOCKS and value != defaults[name]
+        if name not in FLAGS.keys() | BLOCKS | SPECULATION and value != defaults[name]
     }
 
 
@@ -79,6 +79,12 @@ def engine_arguments(artifact: Artifact) -> dict[str, Any]:
     )
     if settings.is_prefix_caching:
         arguments["block_size"] = settings.pa_block_size
+    if settings.enable_fused_speculation:
+        arguments["speculative_config"] = {
+            "model": artifact.manifest["model"]["draft"]["folder"],
+            "num_speculative_tokens": settings.speculation_length,
+            "method": "draft_model",
+        }
     if overridden := override(settings):
         arguments["additional_config"] = {"override_neuron_config": overridden}
     if (folder / VLLM_TEMPLATE).is_file():
@@ -133,11 +139,16 @@ def check_folder(config: Any) -> None:
     if not isinstance(made_with, dict):
         raise SmolLM3Error(f"{folder / 'neuron_config.json'}: damaged, it has no neuron_config; compile again")
     asked_for = json.loads(config.to_json_string())
+    if made_with.get("enable_fused_speculation") and not config.neuron_config.enable_fused_speculation:
+        of_draft = made_for["fused_spec_config"]["draft_config"]
+        if all(of_draft.get(name) == asked_for.get(name) for name in REQUIRED):  # the server builds its config, too
+            made_for, made_with = of_draft, of_draft["neuron_config"]
     is_prefix_caching = config.neuron_config.is_prefix_caching or made_with.get("is_prefix_caching")
     for field in fields(Settings):
         made, asked = (_in_order(of.get(field.name)) for of in (made_with, asked_for["neuron_config"]))
         if made != asked and (field.name not in BLOCKS or is_prefix_caching):
             flag = FLAGS.get(field.name, "override_neuron_config")
+            flag = "--speculative-config" if field.name in SPECULATION else flag
             raise SmolLM3Error(
                 f"{FOLDER}={folder} was made with {field.name} {made!r}, the server asks for {asked!r}: change {flag}, "
                 "or compile for it"
