@@ -2,10 +2,15 @@
 needs.
 """
 
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
+import test_vllm_server
+from places import TINY
 from reference import make_checkpoint
 from test_vllm import GREEDY, expected, requests, tokens
-from vllm_on_device import offline
+from vllm_on_device import compile_for_server, offline, server
 
 pytestmark = pytest.mark.emulator
 SMALL = {
@@ -34,3 +39,15 @@ def test_more_requests_than_slots_with_a_draft(pair, tmp_path, changes):
         return
     (answers,) = run()
     assert tokens(answers) == expected(checkpoint, prompts, lengths)
+
+
+def test_an_artifact_with_a_draft_is_served(pair, tmp_path):
+    """By the command that compile.py --for-vllm prints; the draft is `tiny` itself."""
+    if pair.vllm == "0.13":
+        pytest.skip("vLLM 0.13 knows no draft models")
+    draft = shutil.copytree(TINY, tmp_path / "draft")
+    words = compile_for_server(pair, tmp_path, 2, "--draft", draft, "--speculation-length", "4")
+    assert "--speculative-config" in words
+    with server(pair, tmp_path, words) as served, ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(served.complete, test_vllm_server.PROMPTS))
+    assert answers == [test_vllm_server.expected(prompt) for prompt in test_vllm_server.PROMPTS]

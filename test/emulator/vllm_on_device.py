@@ -98,12 +98,13 @@ def offline(pair: Pair, scratch: Path, checkpoint, prompts, params, override, ro
     return json.loads((scratch / "out.json").read_text())
 
 
-def compile_for_server(pair: Pair, scratch: Path, tp: int) -> list[str]:
+def compile_for_server(pair: Pair, scratch: Path, tp: int, *more) -> list[str]:
     """What compile.py --for-vllm prints, as words; the first sets NEURON_COMPILED_ARTIFACTS."""
     shutil.copytree(TINY, scratch / "tiny")
     command = [
         pair.python, ROOT / "scripts/compile.py", "--model", scratch / "tiny", "--tp", str(tp), "--batch-size", "4",
         "--seq-len", "256", "--dtype", "float32", "--for-vllm", "--device", "neuron", "--output", scratch / "artifact",
+        *more,
     ]  # fmt: skip
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=TIMEOUT, cwd=ROOT, env=pair.environment(scratch)
