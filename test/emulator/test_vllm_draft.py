@@ -34,7 +34,7 @@ def test_more_requests_than_slots_with_a_draft(pair, tmp_path, changes):
         )  # fmt: skip
 
     if pair.vllm == "0.13":
-        with pytest.raises(RuntimeError, match="draft model is not supported"):
+        with pytest.raises(RuntimeError, match="Draft model speculative decoding is not supported yet"):
             run()
         return
     (answers,) = run()

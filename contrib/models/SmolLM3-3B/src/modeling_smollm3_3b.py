@@ -337,7 +337,7 @@ class NeuronSmolLM3ForCausalLM(NeuronBaseForCausalLM):
         Raises SmolLM3Error for prompts that are padded on the left, which the library would read as if they were not,
         and for `seq_ids` that do not rise with async_mode.
         """
-        if attention_mask is None and position_ids.shape[1] == 1 and not position_ids.any():
+        if attention_mask is None and position_ids is not None and position_ids.shape[1] < 2 and not position_ids.any():
             attention_mask = torch.ones_like(position_ids)  # of prompts of one token the library infers an empty mask
         if attention_mask is not None and (attention_mask[:, 1:] > attention_mask[:, :-1]).any():
             raise SmolLM3Error("attention_mask has a 0 before a 1: pad prompts on the right")
