@@ -140,7 +140,7 @@ def check_folder(config: Any) -> None:
         raise SmolLM3Error(f"{folder / 'neuron_config.json'}: damaged, it has no neuron_config; compile again")
     asked_for = json.loads(config.to_json_string())
     if made_with.get("enable_fused_speculation") and not config.neuron_config.enable_fused_speculation:
-        of_draft = made_for["fused_spec_config"]["draft_config"]
+        of_draft = (made_for.get("fused_spec_config") or {}).get("draft_config") or {}
         if all(of_draft.get(name) == asked_for.get(name) for name in REQUIRED):  # the server builds its config, too
             made_for, made_with = of_draft, of_draft["neuron_config"]
     is_prefix_caching = config.neuron_config.is_prefix_caching or made_with.get("is_prefix_caching")
