@@ -6,6 +6,7 @@ from neuronx_distributed_inference.models.config import NeuronConfig
 from neuronx_distributed_inference.utils.hf_adapter import load_pretrained_config
 from transformers import SmolLM3Config
 
+from smollm3_neuron.model.windows import layer_windows
 from smollm3_neuron.modeling_smollm3_3b import NeuronSmolLM3ForCausalLM, SmolLM3InferenceConfig
 
 
@@ -35,8 +36,18 @@ def test_a_sliding_layer_has_a_cache_as_long_as_its_window():
     assert SmolLM3InferenceConfig.from_json_string(text).to_json_string() == text
 
 
+def test_a_prompt_may_be_as_short_as_what_a_window_keeps():
+    """The token itself is not in the cache: of a window of 16 it is the 15 before it."""
+    app = build(max_context_length=15)
+    assert app.config.neuron_config.max_context_length == 15
+    assert app.config.checkpoint_config.sliding_window == 16
+    with pytest.raises(ValueError, match="a length of 14, at least 15 is needed"):
+        build(max_context_length=14)
+
+
 def test_a_window_as_long_as_the_cache_is_none():
     app = build(window=128)
+    assert layer_windows(app.config) == [None] * 4 != layer_windows(build(window=127).config)
     assert {cache.shape[2] for cache in app.token_generation_model._build(128).kv_mgr.past_key_values} == {128}
 
 
