@@ -1,5 +1,6 @@
 """What validation asks, measures and judges, on logits of which every number can be worked out by hand."""
 
+import json
 import math
 
 import pytest
@@ -8,7 +9,8 @@ from places import TINY
 from transformers import AutoTokenizer
 
 from smollm3_neuron.check import validation
-from smollm3_neuron.check.prompts import CHAT_PROMPTS
+from smollm3_neuron.check.drift import drift_of
+from smollm3_neuron.check.prompts import CHAT_PROMPTS, PROMPTS, TEXT
 from smollm3_neuron.check.validation import IDENTICAL, NEAR_TIE, TOP_K, WRONG, Case, Judged, Report, make_cases
 from smollm3_neuron.errors import SmolLM3Error
 
@@ -123,6 +125,14 @@ def test_perplexities_of_a_text():
     assert far.cases[0].reason == "perplexity 7.38906, transformers' is 2.71828"
 
 
+def test_a_mean_error_that_is_too_large_is_wrong_whatever_the_cases_are():
+    cases = [judged() for _ in range(8)]
+    for ratio, verdict in ((0.5, WRONG), (0.05, IDENTICAL)):
+        report = validation._judge(cases, None, None, {}, drift_of([[ratio] * 10] * 8))
+        assert report.verdict == verdict and {one.verdict for one in report.cases} == {IDENTICAL}
+        assert report.as_dict()["verdict"] == verdict
+
+
 def test_cases_are_found_by_their_kind():
     report = judge(judged(), judged(kind="chat"), judged(kind="text", losses=[(1.0, 1.0, 1.0)]))
     assert [one.case.kind for one in report.cases_of("chat", "text")] == ["chat", "text"]
@@ -181,3 +191,14 @@ def test_what_a_model_is_asked():
     too_long = sum(len(one) == longest for one in ids)
     assert len(fewer) == len(cases) - 1 - too_long and len(left_out) == too_long > 0
     assert f"as a chat: {longest} tokens, max_context_length is {longest - 1}" in left_out[0]
+
+
+def test_a_checkpoint_may_bring_its_own_prompts(tmp_path):
+    assert validation.prompts_and_text(tmp_path) == (list(PROMPTS), TEXT)
+    own = {"published": ["1+1="], "held_out": [{"prompt": "2+2=", "answer": "4"}, {"prompt": "3+3=", "answer": "6"}]}
+    (tmp_path / "prompts.json").write_text(json.dumps(own))
+    assert validation.prompts_and_text(tmp_path) == (["1+1=", "2+2=", "3+3="], "2+2=4\n3+3=6")
+    for wrong in ({**own, "published": [1]}, {**own, "published": [None]}, {"published": []}, {**own, "held_out": [5]}):
+        (tmp_path / "prompts.json").write_text(json.dumps(wrong))
+        with pytest.raises(SmolLM3Error, match="prompts.json: an object with published"):
+            validation.prompts_and_text(tmp_path)

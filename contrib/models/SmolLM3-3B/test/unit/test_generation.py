@@ -72,6 +72,9 @@ def test_tokens_are_given_as_they_come():
     seen = []
     generate(Counter(batch_size=1), [[1], [5]], 2, on_token=lambda row, token: seen.append((row, token)))
     assert seen == [(0, 2), (0, 3), (1, 6), (1, 7)]
+    seen.clear()
+    generate(Counter(batch_size=2), [[1], [5], [7], [9]], 1, on_token=lambda row, token: seen.append((row, token)))
+    assert seen == [(0, 2), (1, 6), (2, 8), (3, 10)]
 
 
 def test_sampling_repeats_with_a_seed_and_does_not_depend_on_the_batch():
@@ -102,11 +105,14 @@ def test_the_longest_prompt_and_every_token_of_the_vocabulary_fit():
     assert [r.tokens for r in generate(Counter(), [[1] * 8, [0, VOCAB - 1]], 1)] == [[2], [0]]
 
 
-def test_what_was_verified_is_no_part_of_an_answer():
-    """Answers of steps of several tokens equal those of steps of one, whatever was kept or offered beside them."""
-    plain = Generated([1], [0.5], finished=True)
-    assert plain == Generated([1], [0.5], [torch.zeros(2)], True, offered=3, accepted=2)
-    assert plain != Generated([1], [0.5]) and "logits" not in repr(plain)
+def test_an_answer_is_its_tokens_and_margins():
+    """Those with the logits kept, or of steps of several tokens, equal those without."""
+    prompts = [[1, 2, 3, 4, 5, 1, 2, 3]]
+    (plain,), (kept,) = generate(Counter(), prompts, 3), generate(Counter(), prompts, 3, keep_logits=True)
+    assert plain == kept and not plain.logits and len(kept.logits) == 3 and "logits" not in repr(kept)
+    (several,) = generate(Verifier(), prompts, 3, prompt_lookup=3)
+    assert several.offered and several.accepted
+    assert several == Generated(several.tokens, several.margins, finished=True) != Generated(several.tokens)
 
 
 @pytest.mark.parametrize(
@@ -162,8 +168,9 @@ def test_the_devices_tokens_are_taken():
     assert [r.tokens for r in result] == [[3, 4, 5, 6], [6, 7, 8, 9]] and result[0].margins == []
     assert model.sampling_params.tolist() == [[1, 1, 1]] * 2
     model = on_device(dynamic=True)
-    generate(model, [[1]], 1, sampling=Sampling(0.5))
+    generate(model, [[1]], 1, sampling=Sampling(0.5, seed=123))
     assert model.sampling_params.tolist() == [[8, 1, 0.5]]
+    assert torch.initial_seed() == 123  # the CPU runtime draws from torch's own generator
     generate(model, [[1]], 1, sampling=Sampling(0.5, top_k=3, top_p=0.25))
     assert model.sampling_params.tolist() == [[3, 0.25, 0.5]]
 
@@ -230,7 +237,7 @@ class Verifier(Counter):
         self.config.neuron_config.speculation_length = 4
         self.widths = []
 
-    def __call__(self, input_ids, attention_mask, position_ids, seq_ids):
+    def __call__(self, input_ids, attention_mask, position_ids, seq_ids, sampling_params=None):
         self.widths.append(input_ids.shape[1])
         if not self.cache:
             return super().__call__(input_ids, attention_mask, position_ids, seq_ids)
@@ -250,6 +257,36 @@ def test_candidates_are_taken_as_far_as_they_are_right():
     assert result.tokens == [4, 5, 6, 7, 8, 9] and len(result.margins) == 6
     # behind 4 stand 5, 1, 2: the 5 is right, a 6 takes the place of the 1, and on 6 nothing ever followed
     assert (result.offered, result.accepted) == (3, 1) and model.widths == [8, 4, 1, 1, 1]
+    model = Verifier()
+    results = generate(model, [[1, 2, 3, 4, 5, 1, 2, 3], [7]], 6, prompt_lookup=3)  # the other row has no candidates
+    assert [row.tokens for row in results] == [result.tokens, [8, 9, 10, 0, 1, 2]]
+    assert [row.offered for row in results] == [3, 0] and model.widths == [8, 4, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "count, length, message",
+    [
+        (4, 4, "prompt_lookup is 4, allowed is a whole number from 1 to 3"),
+        (0, 4, "prompt_lookup is 0, allowed is"),
+        (3, 0, "prompt_lookup is 3, but the model has no graph that verifies tokens"),
+    ],
+)
+def test_candidates_that_a_model_cannot_verify(count, length, message):
+    model = Verifier()
+    model.config.neuron_config.speculation_length = length
+    with pytest.raises(SmolLM3Error, match=message):
+        generate(model, [[1]], 2, prompt_lookup=count)
+    assert not model.widths
+
+
+def test_candidates_are_verified_by_a_device_that_samples():
+    model = Verifier()
+    model.config.neuron_config.on_device_sampling_config = SimpleNamespace(
+        do_sample=False, dynamic=False, global_topk=8
+    )
+    results = generate(model, [[1, 2, 3, 4, 5, 1, 2, 3], [5, 6, 5]], 4, prompt_lookup=3)
+    assert [result.tokens for result in results] == [[4, 5, 6, 7], [6, 7, 8, 9]]
+    assert [result.accepted for result in results] == [1, 0] and model.widths == [8, 4, 1, 1]
 
 
 def test_a_row_whose_candidates_are_wrong_pauses():
@@ -312,3 +349,8 @@ def test_prompts_whose_cache_is_in_blocks_are_encoded_one_by_one(on_device):
     assert [[*prompt, *r.tokens][:7] for prompt, r in zip(prompts, results)] == expected
     assert [len(r.tokens) for r in results] == [5, 5]
     assert model.sampling_rows == ([1, 1, 2, 2, 2, 2] if on_device else [None] * 6)
+
+
+def test_forced_tokens_are_fed_and_the_models_own_choices_come_back():
+    results = generate(Counter(), [[1], [2], [3]], 3, forced=[[5, 6, 7, 8], [9], [4, 0, 2]])
+    assert [result.tokens for result in results] == [[2, 6, 7], [3], [4, 5, 1]]

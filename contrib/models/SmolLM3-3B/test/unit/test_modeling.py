@@ -1,5 +1,6 @@
 """What the model hands on to the library, whose own classes are stood in for where this runtime makes no difference."""
 
+import importlib.util
 from types import SimpleNamespace
 
 import pytest
@@ -7,6 +8,8 @@ import torch
 from torch import nn
 
 import smollm3_neuron.modeling_smollm3_3b as modeling
+from smollm3_neuron.errors import SmolLM3Error
+from smollm3_neuron.model import interfaces
 from smollm3_neuron.modeling_smollm3_3b import (
     NeuronSmolLM3Attention,
     NeuronSmolLM3DecoderLayer,
@@ -39,6 +42,8 @@ def test_a_rotation_in_float32_is_the_default_and_is_not_saved():
     assert plain.rope_precision == "float32" and "rope_precision" not in vars(plain)
     assert vars(wide)["rope_precision"] == "float64"
     assert vars(SmolLM3NeuronConfig(rope_precision="float32")).keys() == vars(plain).keys()
+    with pytest.raises(SmolLM3Error, match="rope_precison"):  # the library would warn of it, and go on without
+        SmolLM3NeuronConfig(rope_precison="float64")
 
 
 @pytest.mark.parametrize("given, used", [(3, 3), (0, 0), (49, 49), (50, 0), (128_004, 0), (-1, 0), (None, 0)])
@@ -54,6 +59,18 @@ def test_a_config_without_what_the_library_needs_is_refused(monkeypatch):
     )
     with pytest.raises(AssertionError, match="missing_one"):
         config()
+
+
+def test_a_release_is_looked_at_before_anything_of_it_is_imported(monkeypatch):
+    def refuse():
+        raise SmolLM3Error("another release")
+
+    monkeypatch.setattr(interfaces, "check_installed", refuse)
+    spec = importlib.util.find_spec(modeling.__name__)
+    again = importlib.util.module_from_spec(spec)
+    with pytest.raises(SmolLM3Error, match="another release"):
+        spec.loader.exec_module(again)
+    assert "NeuronConfig" not in vars(again)
 
 
 class Kept(nn.Module):
@@ -256,3 +273,49 @@ def test_a_folder_is_read_here_and_anything_else_by_the_library(tied, tmp_path, 
         modeling.NeuronBaseForCausalLM, "get_state_dict", classmethod(lambda cls, *arguments: arguments), raising=False
     )
     assert NeuronSmolLM3ForCausalLM.get_state_dict("owner/name", one) == ("owner/name", one)
+
+
+@pytest.mark.parametrize("width, is_prefix_caching, window, positions", [
+    (1, False, None, [[9]]),  # a step of one token or of as many as are verified: nothing is padded
+    (4, False, None, [[0, 1, 1, 1]]),
+    (3, False, None, [[0, 1, 0]]),  # a prompt of two tokens
+    (3, True, None, [[0, 1, 1]]),
+    (6, False, 3, [[0, 1, 0, 1, 1, 1]]),  # the first window only
+])  # fmt: skip
+def test_positions_of_padding_are_0_in_a_prompt(width, is_prefix_caching, window, positions, monkeypatch):
+    model, seen = NeuronSmolLM3Model.__new__(NeuronSmolLM3Model), []
+    nn.Module.__init__(model)
+    model.speculation_length, model.vocab_size, model.on_device_sampling = 4, 5, False
+    model.neuron_config = SimpleNamespace(is_prefix_caching=is_prefix_caching, windowed_context_encoding_size=window)
+    model.lm_head = SimpleNamespace(pad_size=3)
+
+    def forward(self, *arguments, **named):
+        seen.append((arguments, named))
+        return [torch.arange(8.0)[None, None], "K", "V"]
+
+    monkeypatch.setattr(modeling.NeuronBaseModel, "forward", forward)
+    ids, mask = torch.zeros(1, width, dtype=torch.long), torch.tensor([[1, 1, 0, 0, 0, 0][:width]])
+    given = torch.tensor([[9] if width == 1 else [0, 1, 1, 1, 1, 1][:width]])
+    logits, *caches = model(ids, mask, given, "seq_ids", "sampling_params", adapter_ids="adapters")
+    (((found_ids, found_mask, found, *rest), named),) = seen
+    assert found_ids is ids and found_mask is mask and found.tolist() == positions
+    assert rest == ["seq_ids", "sampling_params"] and named == {"adapter_ids": "adapters"}
+    # the vocabulary's padding is cut off here, and not where the device samples
+    assert logits.tolist() == [[[0, 1, 2, 3, 4]]] and caches == ["K", "V"]
+    model.on_device_sampling = True
+    assert model(ids, mask, given)[0].shape == (1, 1, 8)
+
+
+def test_every_norm_has_the_checkpoints_epsilon(monkeypatch):
+    monkeypatch.setattr(modeling, "NeuronSmolLM3Attention", lambda config, layer_idx: nn.Identity())
+    monkeypatch.setattr(modeling, "ParallelEmbedding", Calls())
+    monkeypatch.setattr(modeling, "ColumnParallelLinear", Calls())
+    monkeypatch.setattr(modeling, "NeuronLlamaMLP", lambda config: nn.Identity())
+    model = SimpleNamespace(on_device_sampling=False)
+    NeuronSmolLM3Model.init_model(model, config(rms_norm_eps=1e-3))
+    norms = [
+        model.norm,
+        *(norm for one in model.layers for norm in (one.input_layernorm, one.post_attention_layernorm)),
+    ]
+    assert [norm.variance_epsilon for norm in norms] == [1e-3] * 5
+    assert [tuple(norm.weight.shape) for norm in norms] == [(32,)] * 5

@@ -24,6 +24,13 @@ SCALINGS = {
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     },
+    "llama3, other bounds": {
+        "rope_type": "llama3",
+        "factor": 4.0,
+        "low_freq_factor": 2.0,
+        "high_freq_factor": 3.0,
+        "original_max_position_embeddings": 4096,
+    },
 }
 
 
@@ -39,6 +46,7 @@ def test_inverse_frequencies_are_transformers_bit_for_bit(scaling, head_dim):
     expected, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](theirs, torch.device("cpu"))
     found, found_factor = ScaledRotaryEmbedding(ours)._rope_parameters(None)
     assert torch.equal(found, expected) and found_factor == factor
+    assert torch.equal(ScaledRotaryEmbedding(ours).get_inv_freqs(), expected)  # which the library's attention asks for
 
 
 def test_the_attention_factor_of_the_model_card():
