@@ -135,21 +135,13 @@ def chat_prompts(args: argparse.Namespace, tokenizer) -> list[str]:
 
 
 def sampling_parameters(args: argparse.Namespace, artifact: Artifact) -> dict:
-    """The fields of the checkpoint's generation_config.json with the arguments in their places.
+    """The fields of the checkpoint's generation_config.json with the arguments in their places."""
+    from smollm3_neuron.generate.sampling import asked_fields
 
-    Outside of a chat, and where the device is greedy, only a --temperature above 0 makes samples.
-    """
-    fields = artifact.generation_config()
-    on_device = artifact.settings.on_device_sampling_config
-    only_greedy = on_device is not None and not (on_device.get("do_sample") or on_device.get("dynamic"))
-    if not args.chat or only_greedy:
-        fields["do_sample"] = False
-    if not args.chat:  # what the file has of samples is meant for its chat
-        fields = {name: value for name, value in fields.items() if name not in ("temperature", "top_k", "top_p")}
-    if args.temperature is not None:
-        fields["do_sample"] = args.temperature != 0
     given = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
-    fields |= {name: value for name, value in given.items() if value is not None}
+    given = {name: value for name, value in given.items() if value is not None}
+    on_device = artifact.settings.on_device_sampling_config
+    fields = asked_fields(artifact.generation_config(), given, args.chat, on_device)
     if not fields.get("do_sample") and (args.top_k or args.top_p):
         raise SmolLM3Error(
             "--top-k and --top-p choose among samples, but the temperature is 0: give --temperature, too"

@@ -33,13 +33,13 @@ def main() -> None:
     connect("serve one group of cores with the command that compile.py printed")
     from ray import serve
 
-    from smollm3_neuron.vllm.ray_serving import artifact_to_serve, build
+    from smollm3_neuron.vllm.ray_serving import application, artifact_to_serve
 
     artifact = artifact_to_serve(args.artifact)
     replicas = groups_of_cores(artifact.settings.tp_degree, args.replicas)
     scaling = dict(min_replicas=replicas, max_replicas=replicas)
     serve.start(http_options=dict(host=args.host, port=args.port))
-    serve.run(build(dict(artifact=str(args.artifact), autoscaling_config=scaling)), blocking=True)
+    serve.run(application(artifact, scaling), blocking=True)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """scripts/batch.py: rows of every form, bad rows with their reasons, and a batch that is interrupted and goes on."""
 
+import dataclasses
 import json
 import signal
 import subprocess
@@ -13,7 +14,9 @@ from places import ROOT, TINY
 from reference import reference_model
 from transformers import AutoTokenizer
 
+from smollm3_neuron.artifact.folder import open_artifact
 from smollm3_neuron.batch.journal import Journal
+from smollm3_neuron.batch.requests import Preparation
 from smollm3_neuron.batch.rows import BadRow, parse_row, read_rows
 from smollm3_neuron.errors import SmolLM3Error
 
@@ -169,6 +172,23 @@ def test_two_batches_do_not_write_one_output(tmp_path):
             Journal(tmp_path / "out.jsonl")
         journal.write([{"id": "a"}])
     assert lines(tmp_path / "out.jsonl") == [{"id": "a"}] and len(lines(tmp_path / "out.bad.jsonl")) == 1
+
+
+def test_an_output_without_an_answer_is_not_left_behind(tmp_path):
+    with pytest.raises(SmolLM3Error), Journal(tmp_path / "out.jsonl"):
+        raise SmolLM3Error("the engine does not start")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_row_is_sampled_as_the_device_can(artifact):
+    """On a greedy device a chat is answered greedily though the checkpoint samples; a row's temperature is refused."""
+    prepare, row = Preparation(open_artifact(artifact, "cpu")), {"messages": QUESTION}
+    prepare.generation_config = {"do_sample": True, "temperature": 0.6, "top_p": 0.95}
+    assert prepare(parse_row(row, "in:1")).sampling.temperature == 0.6
+    prepare.settings = dataclasses.replace(prepare.settings, on_device_sampling_config={"global_topk": 256})
+    assert prepare(parse_row(row, "in:1")).sampling.temperature == 0
+    with pytest.raises(SmolLM3Error, match="temperature is 0.5, but on_device_sampling_config is greedy"):
+        prepare(parse_row({**row, "temperature": 0.5}, "in:2"))
 
 
 def test_a_folder_is_read_file_by_file(tmp_path):

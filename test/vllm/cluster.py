@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -124,14 +125,36 @@ def descendants_environment(process: psutil.Process, name: str) -> set[str]:
     return values - {None}
 
 
-def peak_memory(processes) -> int:
-    """Bytes of private memory that they and their children have now."""
-    total = 0
-    for process in processes:
-        for each in [process, *process.children(recursive=True)]:
-            with contextlib.suppress(psutil.Error):
-                total += each.memory_full_info().uss
-    return total
+class Memory:
+    """Measures twice a second, while it is entered, the private memory of the processes that `find()` returns.
+
+    `peak` is the most that they and their children had together, in bytes.
+    """
+
+    def __init__(self, find):
+        self.find, self.peak, self.ended = find, 0, threading.Event()
+        self.thread = threading.Thread(target=self._watch, daemon=True)
+
+    def _watch(self) -> None:
+        while not self.ended.wait(0.5):
+            total = 0
+            for process in self.find():
+                with contextlib.suppress(psutil.Error):
+                    for each in [process, *process.children(recursive=True)]:
+                        with contextlib.suppress(psutil.Error):
+                            total += each.memory_full_info().uss
+            self.peak = max(self.peak, total)
+
+    def __enter__(self) -> "Memory":
+        self.thread.start()
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.ended.set()
+        self.thread.join()
+
+    def __str__(self) -> str:
+        return f"{self.peak / 1e9:.2f} GB of private memory at most"
 
 
 def kill(process: psutil.Process) -> None:

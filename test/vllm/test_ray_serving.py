@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from cluster import CORES, SETTINGS, Cluster, descendants_environment, kill, peak_memory, replicas, run, wait_for
+from cluster import CORES, SETTINGS, Cluster, Memory, descendants_environment, kill, replicas, run, wait_for
 from places import ROOT, TINY
 from reference import reference_model
 from serving import artifact_command
@@ -123,55 +123,59 @@ def test_two_replicas_share_200_requests(made):
         assert all(len(value) == 1 for value in values), (name, values)
     ports = set.union(*(descendants_environment(process, "NEURON_RT_ROOT_COMM_ID") for process in processes))
     assert len(ports) == 2
-    assert check(asyncio.run(ask(200, 16))) == []
+    with Memory(replicas) as memory:
+        assert check(asyncio.run(ask(200, 16))) == []
     counts = [count for count in calls(cluster).values() if count]
     assert len(counts) == 2 and sum(counts) == 200, counts
-    print(f"\ntwo replicas answered {counts}; {peak_memory(processes) / 1e9:.2f} GB of private memory")
+    print(f"\ntwo replicas answered {counts}; {memory}")
 
 
 def test_a_killed_replica_comes_back_and_the_others_go_on(made):
     cluster, _ = made
     deploy(made, 2, 2)
     before = replicas()
-    results = asyncio.run(ask(200, 16, during=lambda: kill(replicas()[0])))
-    errors = check(results)
-    print(f"\na replica killed: {len(errors)} of 200 failed: {Counter(str(error)[:90] for error in errors)}")
-    assert len(errors) <= 16  # those that were open
-    assert all(getattr(error, "status_code", 0) >= 500 for error in errors)
-    wait_for(lambda: len(replicas()) == 2 and {p.pid for p in replicas()} != {p.pid for p in before}, "a new replica")
-    wait_for(lambda: is_running(cluster, 2), "two running replicas")
-    assert check(asyncio.run(ask(40, 8))) == []
+    with Memory(replicas) as memory:
+        errors = check(asyncio.run(ask(200, 16, during=lambda: kill(replicas()[0]))))
+        assert len(errors) <= 16  # those that were open
+        assert all(getattr(error, "status_code", 0) >= 500 for error in errors)
+        known = {p.pid for p in before}
+        wait_for(lambda: len(replicas()) == 2 and {p.pid for p in replicas()} != known, "a new replica")
+        wait_for(lambda: is_running(cluster, 2), "two running replicas")
+        assert check(asyncio.run(ask(40, 8))) == []
+    print(f"\na replica killed: {len(errors)} of 200 failed: {Counter(str(error)[:90] for error in errors)}; {memory}")
 
 
 def test_a_lost_node_leaves_the_other_answering_and_returns(made):
     cluster, _ = made
     deploy(made, 3, 3)
-    try:
-        errors = check(asyncio.run(ask(200, 16, during=cluster.lose_node)))
+    with Memory(replicas) as memory:
+        try:
+            errors = check(asyncio.run(ask(200, 16, during=cluster.lose_node)))
+            assert check(asyncio.run(ask(20, 4))) == []
+        finally:
+            cluster.start_node(CORES[1])
+        assert len(errors) <= 16
+        assert all(getattr(error, "status_code", 0) >= 500 for error in errors)
+        wait_for(lambda: is_running(cluster, 3), "three running replicas")
         assert check(asyncio.run(ask(20, 4))) == []
-    finally:
-        cluster.start_node(CORES[1])
-    print(f"\na node lost: {len(errors)} of 200 failed: {Counter(str(error)[:90] for error in errors)}")
-    assert len(errors) <= 16
-    assert all(getattr(error, "status_code", 0) >= 500 for error in errors)
-    wait_for(lambda: is_running(cluster, 3), "three running replicas")
-    assert check(asyncio.run(ask(20, 4))) == []
+    print(f"\na node lost: {len(errors)} of 200 failed: {Counter(str(error)[:90] for error in errors)}; {memory}")
 
 
 def test_it_scales_from_one_to_three_and_back(made):
     deploy(made, 1, 3)
     wait_for(lambda: len(replicas()) == 1, "one replica")
-    most, peak = 0, 0
+    most = 0
 
     async def load() -> None:
-        nonlocal most, peak
+        nonlocal most
         while most < 3:
             assert check(await ask(100, 48)) == []
-            most, peak = max(most, len(replicas())), max(peak, peak_memory(replicas()))
+            most = max(most, len(replicas()))
 
-    asyncio.run(asyncio.wait_for(load(), 600))
-    wait_for(lambda: len(replicas()) == 1, "one replica again")
-    print(f"\nscaled to {most} and back; {peak / 1e9:.2f} GB of private memory")
+    with Memory(replicas) as memory:
+        asyncio.run(asyncio.wait_for(load(), 600))
+        wait_for(lambda: len(replicas()) == 1, "one replica again")
+    print(f"\nscaled to {most} and back; {memory}")
 
 
 def test_what_is_refused_before_anything_is_loaded(made):

@@ -28,6 +28,7 @@ class Journal:
             raise SmolLM3Error(f"{path}: cannot be written ({error.strerror}); name another file") from None
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.stat(path)  # the one that held the lock takes an empty output away
         except OSError:
             raise SmolLM3Error(f"{path}: another batch is writing it; wait for its end, or name another file") from None
         self._read()
@@ -37,10 +38,11 @@ class Journal:
         return self
 
     def __exit__(self, *error) -> None:
-        self._file.close()
         self._bad.close()
-        if not self.bad_path.stat().st_size:
-            self.bad_path.unlink()
+        for path in (self.bad_path, self.path):  # the output while the lock on it is held
+            if not path.stat().st_size:
+                path.unlink()
+        self._file.close()
 
     def _read(self) -> None:
         """Fills `done`, and takes off a last line that a crash left without its end."""

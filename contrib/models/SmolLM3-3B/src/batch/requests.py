@@ -10,7 +10,7 @@ from ..artifact.folder import Artifact
 from ..errors import SmolLM3Error
 from ..generate import chat
 from ..generate.generation import check_prompts
-from ..generate.sampling import Sampling
+from ..generate.sampling import Sampling, asked_fields
 from .rows import CHAT, Row
 
 NEW_TOKENS = 128  # where neither the row nor the command says how many
@@ -55,29 +55,24 @@ class Preparation:
             check_prompts([prompt], length, self.settings.max_context_length)
         except SmolLM3Error as error:
             raise SmolLM3Error(str(error).replace("prompt 0", "the prompt")) from None
-        sampling = sampling_of(row, self.generation_config)
-        if self.settings.on_device_sampling_config is not None:
-            sampling.on_device_params(self.settings.on_device_sampling_config.get("global_topk", 256))
+        on_device = self.settings.on_device_sampling_config
+        sampling = sampling_of(row, self.generation_config, on_device)
+        if on_device is not None:
+            sampling.on_device_params(on_device)
         return Request(row, prompt, length, sampling)
 
 
-def sampling_of(row: Row, generation_config: Mapping[str, Any]) -> Sampling:
-    """A conversation is sampled as the checkpoint's generation_config.json says, a prompt greedily, unless the row says
-    otherwise. Raises SmolLM3Error for values that are out of their range."""
+def sampling_of(row: Row, generation_config: Mapping[str, Any], on_device_sampling_config=None) -> Sampling:
+    """Returns what a row asks for, see `asked_fields`. Raises SmolLM3Error for values that are out of their range."""
     asked = dict(row.sampling)
     seed, stop = asked.pop("seed", 0), asked.pop("stop", None)
     if type(seed) is not int:
         raise SmolLM3Error(f"seed is {seed!r}, allowed is a whole number")
-    fields = dict(generation_config)
-    if row.messages is None:
-        fields = {name: value for name, value in fields.items() if name not in ("temperature", "top_k", "top_p")}
-        fields["do_sample"] = False
-    if "temperature" in asked:
-        fields["do_sample"] = asked["temperature"] != 0
-    fields |= asked
     if stop is not None:
-        fields["stop_strings"] = stop
-    return Sampling.of(fields, seed)
+        asked["stop_strings"] = stop
+    return Sampling.of(
+        asked_fields(generation_config, asked, row.messages is not None, on_device_sampling_config), seed
+    )
 
 
 def written(answer: Answer, model: str) -> dict[str, Any]:

@@ -317,13 +317,8 @@ def _on_device(on_device_sampling_config, sampling: Sampling, batch_size: int, s
         raise SmolLM3Error(
             "tokens cannot be barred where the device samples; compile without on_device_sampling_config"
         )
-    if sampling.temperature > 0 and not (on_device_sampling_config.do_sample or on_device_sampling_config.dynamic):
-        raise SmolLM3Error(
-            f"temperature is {sampling.temperature}, but on_device_sampling_config is greedy: use 0, or compile with "
-            "do_sample"
-        )
     torch.manual_seed(sampling.seed)  # of the CPU runtime; a device has its own
-    sampling_params = torch.tensor([sampling.on_device_params(on_device_sampling_config.global_topk)] * batch_size)
+    sampling_params = torch.tensor([sampling.on_device_params(on_device_sampling_config)] * batch_size)
 
     def choose(row: int, input_ids: list[int], output, place: int) -> tuple[int, list[float]]:
         return int(output.tokens.reshape(batch_size, -1)[row, place]), []

@@ -16,6 +16,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 from ..errors import SmolLM3Error
 from ..model.config import LARGEST_INTEGER, LARGEST_NUMBER
 
+GLOBAL_TOPK = 256  # the library's default of how many logits a device chooses from
 LEAST_TEMPERATURE = 1e-6  # of smaller ones logits overflow
 ONLY_SAMPLES = ("min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 FURTHER = (
@@ -99,12 +100,19 @@ class Sampling:
             )
         return cls(temperature, top_k or None, top_p, seed, further)
 
-    def on_device_params(self, global_topk: int) -> list[float]:
+    def on_device_params(self, config) -> list[float]:
         """Returns top_k, top_p and temperature as the library's `sampling_params` wants them.
 
-        Without a top_k it is `global_topk`, the most that the device looks at. Raises SmolLM3Error for more, and for
-        what a device cannot do.
+        `config` is the on_device_sampling_config, the library's object or its fields. Without a top_k it is the
+        config's global_topk, the most that the device looks at. Raises SmolLM3Error for more, and for what this device
+        cannot do.
         """
+        if self.temperature > 0 and is_only_greedy(config):
+            raise SmolLM3Error(
+                f"temperature is {self.temperature}, but on_device_sampling_config is greedy: use 0, or compile with "
+                "do_sample"
+            )
+        global_topk = _fields(config).get("global_topk", GLOBAL_TOPK)
         for name, value in self.further.items():
             if name != "stop_strings" and value != getattr(GenerationConfig(), name):
                 raise SmolLM3Error(
@@ -159,6 +167,33 @@ class Sampling:
         if tokenizer is None:
             raise SmolLM3Error(f"stop_strings is {strings!r}, for which generate needs the tokenizer: pass it")
         return StopStringCriteria(tokenizer, [strings] if isinstance(strings, str) else strings)
+
+
+def asked_fields(
+    generation_config: Mapping[str, Any], asked: Mapping[str, Any], is_chat: bool, on_device_sampling_config=None
+) -> dict[str, Any]:
+    """Returns generation_config.json's fields with those that a user asks for in their places.
+
+    What the file has of samples is meant for its chat: outside of one, and where the device is greedy, only a
+    temperature above 0 that is asked for makes samples.
+    """
+    fields = dict(generation_config)
+    if not is_chat:
+        fields = {name: value for name, value in fields.items() if name not in ("temperature", "top_k", "top_p")}
+    if not is_chat or (on_device_sampling_config is not None and is_only_greedy(on_device_sampling_config)):
+        fields["do_sample"] = False
+    if "temperature" in asked:
+        fields["do_sample"] = asked["temperature"] != 0
+    return fields | asked
+
+
+def is_only_greedy(config) -> bool:
+    """Whether a device never draws: `config` is its on_device_sampling_config, the library's object or its fields."""
+    return not (_fields(config).get("do_sample") or _fields(config).get("dynamic"))
+
+
+def _fields(config) -> Mapping[str, Any]:
+    return config if isinstance(config, Mapping) else vars(config)
 
 
 def _is_number(value: Any) -> bool:

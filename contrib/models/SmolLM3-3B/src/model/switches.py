@@ -224,6 +224,12 @@ def _check_speculation(neuron_config: Any) -> None:
             f"speculation_length is {length}, allowed is 0 (off) or a whole number from 2 to "
             f"{neuron_config.seq_len - 1}, below seq_len"
         )
+    spec_batch_size = getattr(neuron_config, "spec_batch_size", neuron_config.batch_size)
+    if spec_batch_size != neuron_config.batch_size:
+        raise SmolLM3Error(
+            f"speculation_length is {length} with a spec_batch_size of {spec_batch_size} and a batch_size of "
+            f"{neuron_config.batch_size}: a step verifies all rows, leave spec_batch_size out"
+        )
     for name, reason in WITHOUT_SPECULATION:
         if getattr(neuron_config, name, None):
             raise SmolLM3Error(f"speculation_length is {length} with {name}, but {reason}: leave one of them out")

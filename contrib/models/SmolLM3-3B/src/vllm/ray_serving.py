@@ -31,8 +31,12 @@ class Replica(CallbackBase):
         from . import tool_parser  # noqa: F401
 
 
-def llm_config(artifact: Artifact, autoscaling_config: dict[str, Any]) -> LLMConfig:
-    """Returns Ray Serve LLM's configuration for an artifact; `autoscaling_config` has Ray Serve's own fields."""
+def application(artifact: Artifact, autoscaling_config: dict[str, Any]) -> Application:
+    """Returns what Ray Serve runs for an artifact; `autoscaling_config` has Ray Serve's own fields."""
+    return build_openai_app(dict(llm_configs=[_llm_config(artifact, autoscaling_config)]))
+
+
+def _llm_config(artifact: Artifact, autoscaling_config: dict[str, Any]) -> LLMConfig:
     settings, arguments = artifact.settings, engine_arguments(artifact)
     source = arguments.pop("model")
     arguments.pop("tool_parser_plugin", None)  # only vLLM's own server reads it; Replica registers the parser
@@ -78,5 +82,4 @@ def build(args: dict[str, Any]) -> Application:
         raise SmolLM3Error("args has no artifact: name the folder that scripts/compile.py --for-vllm made")
     artifact = artifact_to_serve(Path(args["artifact"]))
     replicas = dict(min_replicas=1, max_replicas=groups_of_cores(artifact.settings.tp_degree))
-    config = llm_config(artifact, {**replicas, **(args.get("autoscaling_config") or {})})
-    return build_openai_app(dict(llm_configs=[config]))
+    return application(artifact, {**replicas, **(args.get("autoscaling_config") or {})})

@@ -190,6 +190,7 @@ def test_ways_to_encode_a_context(settings):
         (dict(PREFIX_CACHING, max_context_length=64), "max_context_length is 64, .* at least 128"),
         (dict(speculation_length=1), r"speculation_length is 1, allowed is 0 \(off\) or a whole number from 2 to 255"),
         (dict(speculation_length=256), "speculation_length is 256, .* from 2 to 255, below seq_len"),
+        (dict(batch_size=2, spec_batch_size=1, speculation_length=4), "a spec_batch_size of 1 and a batch_size of 2"),
         (
             dict(PREFIX_CACHING, speculation_length=4),
             "speculation_length is 4 with is_prefix_caching, .* block KV layout",
