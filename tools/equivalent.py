@@ -7,7 +7,7 @@ EQUIVALENT: dict[str, str] = {
     ),
     "check/validation.py: the module: 32 -> 33": (
         "ROWS is how many positions are measured at a time; every measure is of one position, and they are put "
-        "together in their order: it changes the memory that this takes and no number."
+        "together in their order: it changes the memory that this takes, and of a number float64's last bit at most."
     ),
     "generate/generation.py: _Chooser._choose: -1 -> 1 (2)": (
         "The scores are those of one row, [1, vocab_size]: dimension 1 is the last."

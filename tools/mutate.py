@@ -71,16 +71,16 @@ class Instead(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class Map:
-    """A plugin of pytest: by test, how long it took and which functions of FILES it called."""
+    """A plugin of pytest: by test, how long it took and which functions of FILES, or whole modules, it ran."""
 
     def __init__(self):
         self.called: set[str] = set()
         self.tests: dict[str, dict] = {}
         for file in FILES:
             tree = ast.parse((PACKAGE / file).read_text())
-            for name, function in functions(tree):
-                at = 1 if ast.get_docstring(function) and len(function.body) > 1 else 0
-                function.body[at:at] = ast.parse(f"noted_call({f'{file}:{name}'!r})").body
+            for name, part in (("", tree), *functions(tree)):
+                at = 1 if ast.get_docstring(part) and len(part.body) > 1 else 0
+                part.body[at:at] = ast.parse(f"noted_call({f'{file}:{name}'!r})").body
             sys.meta_path.insert(0, Instead(file, ast.fix_missing_locations(tree), noted_call=self.note))
 
     def note(self, name: str) -> None:
@@ -154,7 +154,7 @@ def mapped(file: Path) -> dict[str, dict]:
 
 
 def covering(tests: dict[str, dict], file: str, mutant: Mutant) -> dict[str, float]:
-    """The tests that call the mutant's function, the quickest first; of a module's own lines those that call any."""
+    """The tests that call the mutant's function, the quickest first; of a module's own lines those that run any."""
     name = f"{file}:{mutant.function}"
 
     def calls(functions: list[str]) -> bool:
