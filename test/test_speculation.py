@@ -189,14 +189,16 @@ def test_candidates_are_transformers(model):
     assert lookup(0, [5, 1, 2, 3, 9, 8, 7, 6, 1, 2, 3]) == [9, 8, 7]
     assert lookup(0, [1, 2, 3, 4]) == [] and lookup(0, [1]) == []
     pauses = []
-    for _ in range(7):
-        lookup.judged(0, accepted=0)
+    for _ in range(5):
+        lookup.judged(0, accepted=0, offered=3)
         pauses.append(0)
         while not lookup(0, [4, 4, 4, 4]):
             pauses[-1] += 1
         assert lookup(1, [4, 4, 4, 4])
-    assert pauses == [1, 2, 4, 8, 16, 16, 16]
-    lookup.judged(0, accepted=1)
+    assert pauses == [1, 4, 16, 16, 16]
+    lookup.judged(0, accepted=1, offered=3)  # a hit by chance
+    assert lookup.left == [8, 0]
+    lookup.judged(0, accepted=2, offered=3)
     assert lookup(0, [4, 4, 4, 4])
 
 

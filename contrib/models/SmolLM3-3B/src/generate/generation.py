@@ -248,7 +248,7 @@ class _Group:
             accepted = len(result.tokens) - before - 1
             result.offered += len(candidates)
             result.accepted += accepted
-            self.lookup.judged(row, accepted)
+            self.lookup.judged(row, accepted, len(candidates))
 
     def _add(self, row: int, result: Generated, output, place: int) -> None:
         """Adds the token that the output has for a row at `place`, counted from the end."""
