@@ -12,6 +12,14 @@ EQUIVALENT: dict[str, str] = {
     "generate/generation.py: _Chooser._choose: -1 -> 1 (2)": (
         "The scores are those of one row, [1, vocab_size]: dimension 1 is the last."
     ),
+    "check/validation.py: _lead: -1 -> 1": "The logits are [positions, tokens]: dimension 1 is the last.",
+    "weights/shard_writer.py: the module: 20 -> 21": (
+        "CHUNK is how many bytes are converted at a time: the bytes and their order stay."
+    ),
+    (
+        "weights/shard_writer.py: write_shards: min(os.cpu_count() or 1, neuron_config.tp_degree) -> "
+        "max(os.cpu_count() or 1, neuron_config.tp_degree)"
+    ): "How many ranks are written at once: each has a file of its own, and the entries are in the ranks' order.",
     "weights/shard_writer.py: _chunks: 1 -> 2": (
         "At least two rows at a time instead of one, where a row is longer than CHUNK: the bytes and their order stay."
     ),

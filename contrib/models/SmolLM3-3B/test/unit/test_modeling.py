@@ -255,6 +255,15 @@ def test_a_model_without_windows_has_none():
     assert (model.tp_degree, model.hidden_size, model.on_device_sampling) == (1, 32, False)
 
 
+@pytest.mark.parametrize("is_prefill_stage", [True, False])
+def test_a_context_is_never_taken_for_tokens_to_be_verified(is_prefill_stage):
+    """One as long as these are would be; the library sets the length before, for every graph."""
+    one, model = config(), SimpleNamespace(speculation_length=4)
+    one.neuron_config.is_prefill_stage = is_prefill_stage
+    NeuronSmolLM3Model.setup_attr_for_model(model, one)
+    assert model.speculation_length == (0 if is_prefill_stage else 4)
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_folder_is_read_here_and_anything_else_by_the_library(tied, tmp_path, monkeypatch):
     from safetensors.torch import save_file
