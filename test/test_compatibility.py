@@ -19,12 +19,14 @@ from evidence_page import (
     RECORD,
     Claim,
     claims,
+    content,
     digest,
     mark,
     page,
     recorded,
     unproven,
 )
+from mutate import COVERS
 from places import ROOT
 from test_features import FEATURES
 from test_real_library import RANDOM_CELLS, SLOW_CELLS, TINY_CELLS
@@ -198,7 +200,20 @@ def test_the_page_is_what_the_record_makes_of_it():
     assert {tier for place in PLACES.values() for tier in place.tiers} | set(sum(BY_TIERS.values(), [])) <= set(names)
     assert set(recorded()) == set(names) and RECORD.exists()
     again = "python tools/evidence.py --page writes it again"
-    assert page(TEXT, recorded()) == TEXT, again
+    assert page(TEXT, recorded(), content().get("mutants")) == TEXT, again
+
+
+def test_what_is_written_of_mutants():
+    found = {"mutants": 300, "killed": 285, "equivalent": 13, "survived": 2, "date": "2026-12-01", "commit": "abc"}
+    line = next(line for line in page(TEXT, {}, found).splitlines() if line.startswith("[Mutants]"))
+    assert "commit abc: of 300 small changes of the code a test noticed 285, and none did 15 (5.0%): 13 that" in line
+    assert line.endswith("and 2 without a reason.") and "\nMutants: not run\n" in page(TEXT, {})
+
+
+def test_the_mutants_are_of_this_code():
+    found = content().get("mutants")
+    if found is None or found["code"] != digest(COVERS):
+        warnings.warn("the record of mutants is of other code: python tools/mutate.py FILE --record", stacklevel=1)
 
 
 @pytest.mark.parametrize("tier", tiers(), ids=lambda tier: tier.name)

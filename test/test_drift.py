@@ -144,6 +144,8 @@ def test_the_ratio_of_errors_is_of_each_position():
     assert log_ratios(theirs * torch.tensor([[2.0], [0.5], [1.0]]), theirs) == pytest.approx(
         [0.6931, -0.6931, 0.0], abs=1e-4
     )
+    # no error at all is as if it were float32's smallest number, 2**-126, here beside 5 / sqrt(2)
+    assert log_ratios(theirs[:1] * 0, theirs[:1]) == pytest.approx([-126 * 0.69315 - 1.26287], abs=1e-3)
 
 
 def test_how_many_faults_are_found_is_said():

@@ -1,9 +1,12 @@
-"""tools/mutants.py: which small changes it makes, where, and that each is one change of the code."""
+"""tools/mutants.py: which small changes it makes, where, and that each is one change of the code; its figures."""
 
 import ast
 
 import pytest
+from equivalent import EQUIVALENT
 from mutants import functions, mutants, mutated
+from mutate import FILES, PACKAGE, TESTS, figures, name_of
+from places import ROOT
 
 SOURCE = '''
 LIMIT: int = 3
@@ -42,7 +45,7 @@ def test_each_mutant_is_one_change():
         ("Box.first", "not rows and LIMIT > 2 -> not rows or LIMIT > 2"),
         ("Box.first", "not rows -> rows"),
         ("Box.first", "if not rows and LIMIT > 2: -> if True:"),
-        ("Box.first", "self.store(rows, keep=True) -> self.store(rows)"),
+        ("Box.first", "self.store(...) without keep=True"),
         ("Box.first", "self.store(rows, keep=True) -> pass"),
         ("Box.first", "True -> False"),
         ("Box.first", "min(rows[0], -LIMIT) -> max(rows[0], -LIMIT)"),
@@ -64,3 +67,16 @@ def test_what_no_test_is_about_stays():
         "return folder / (name + '.py') -> return None"
     ]
     assert [name for name, _ in functions(ast.parse(SOURCE))] == ["path", "Box.first"]
+
+
+def test_what_is_explained_is_a_mutant_that_is_made():
+    possible = {name_of(file, mutant) for file in FILES for mutant in mutants((PACKAGE / file).read_text())}
+    assert set(EQUIVALENT) <= possible and all(reason.endswith(".") for reason in EQUIVALENT.values())
+    assert [test for test in TESTS if not (ROOT / test).exists()] == []
+
+
+def test_a_mutant_is_noticed_explained_or_left(monkeypatch):
+    monkeypatch.setitem(EQUIVALENT, "b", "Why.")
+    monkeypatch.setitem(EQUIVALENT, "a", "It is noticed all the same.")
+    said = {"a": "killed", "b": "survived", "c": "not covered", "d": "killed: took too long", "e": "survived"}
+    assert figures(said, list("abcd")) == {"mutants": 4, "killed": 2, "equivalent": 1, "survived": 1}

@@ -10,7 +10,6 @@ import argparse
 import datetime
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -19,7 +18,7 @@ import xml.etree.ElementTree as ElementTree
 from dataclasses import dataclass
 from pathlib import Path
 
-from evidence_page import CELL_FILES, PAGE, RAN_IN, RECORD, ROOT, claims, digest, page, recorded, unproven
+from evidence_page import CELL_FILES, PAGE, RAN_IN, ROOT, claims, digest, recorded, save, unproven
 
 sys.path.append(str(ROOT / "contrib"))
 
@@ -219,9 +218,7 @@ def run(tier: Tier, args: argparse.Namespace) -> dict:
 
 def write(record: dict[str, dict]) -> None:
     record = {tier.name: record.get(tier.name, {"not run": "it was not asked for"}) for tier in tiers()}
-    text = json.dumps({"tiers": record}, indent=1, sort_keys=True, ensure_ascii=False)
-    RECORD.write_text(re.sub(r"\[\s+(\d+),\s+(\d+)\s+\]", r"[\1, \2]", text) + "\n")
-    PAGE.write_text(page(PAGE.read_text(), record))
+    save(tiers=record)
 
 
 def main() -> None:

@@ -139,7 +139,20 @@ def digest(folders: Iterable[str], root: Path = ROOT) -> str:
 
 def recorded() -> dict[str, dict]:
     """What docs/evidence.json has, by tier."""
-    return json.loads(RECORD.read_text())["tiers"] if RECORD.exists() else {}
+    return content().get("tiers", {})
+
+
+def content() -> dict:
+    """All of docs/evidence.json: the "tiers", and what mutate.py found ("mutants")."""
+    return json.loads(RECORD.read_text()) if RECORD.exists() else {}
+
+
+def save(**parts: dict) -> None:
+    """Writes parts of docs/evidence.json, the others stay; and the page anew."""
+    whole = content() | parts
+    text = json.dumps(whole, indent=1, sort_keys=True, ensure_ascii=False)
+    RECORD.write_text(re.sub(r"\[\s+(\d+),\s+(\d+)\s+\]", r"[\1, \2]", text) + "\n")
+    PAGE.write_text(page(PAGE.read_text(), whole["tiers"], whole.get("mutants")))
 
 
 def ran(name: str, place: Place, record: dict[str, dict]) -> tuple[int, int] | None:
@@ -204,10 +217,23 @@ def tier_rows(record: dict[str, dict]) -> list[str]:
     return rows
 
 
-def page(text: str, record: dict[str, dict]) -> str:
+def mutants_line(found: dict | None) -> str:
+    """What the tests noticed of small changes of the code, in words."""
+    if found is None:
+        return "Mutants: not run"
+    left = found["survived"] + found["equivalent"]
+    return (
+        f"[Mutants](../CONTRIBUTING.md#tests), {found['date']}, commit {found['commit']}: of {found['mutants']} small "
+        f"changes of the code a test noticed {found['killed']}, and none did {left} ({left / found['mutants']:.1%}): "
+        f"{found['equivalent']} that change nothing a test could see, each with the reason in `tools/equivalent.py`, "
+        f"and {found['survived']} without a reason."
+    )
+
+
+def page(text: str, record: dict[str, dict], mutants: dict | None = None) -> str:
     """docs/evidence.md with what the record has in the places for it."""
     before, section, after = features(text)
     lines = [marked(line, record) if is_row(line) else line for line in section.split("\n")]
     head, _, rest = before.partition(BEGIN)
-    table = "\n".join(tier_rows(record))
-    return f"{head}{BEGIN}\n\n{table}\n\n{END}{rest.partition(END)[2]}" + "\n".join(lines) + after
+    written = "\n".join([BEGIN, "", *tier_rows(record), "", mutants_line(mutants), "", END])
+    return head + written + rest.partition(END)[2] + "\n".join(lines) + after

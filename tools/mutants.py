@@ -128,10 +128,18 @@ def mutants(source: str) -> list[Mutant]:
     found, seen = [], {}
     for number, node, function in places(ast.parse(source)):
         for variant, changed in enumerate(variants(node)):
-            what = f"{shown(node)} -> {shown(changed)}"
+            what = said(node, changed)
             count = seen[function, what] = seen.get((function, what), 0) + 1
             found.append(Mutant(node.lineno, function, number, variant, what, count))
     return found
+
+
+def said(node: ast.AST, changed: ast.AST) -> str:
+    """The change in words: of a call, which may be long, the argument that is left out."""
+    if isinstance(node, ast.Call) and len(changed.keywords) < len(node.keywords):
+        left_out = next(keyword for keyword in node.keywords if keyword not in changed.keywords)
+        return f"{shown(node.func)}(...) without {shown(left_out)}"
+    return f"{shown(node)} -> {shown(changed)}"
 
 
 def shown(node: ast.AST) -> str:

@@ -3,9 +3,11 @@
 import pytest
 import torch
 from neuronx_distributed_inference.models.config import NeuronConfig
+from neuronx_distributed_inference.modules.kvcache.kv_cache_manager import KVCacheManager
 from neuronx_distributed_inference.utils.hf_adapter import load_pretrained_config
 from transformers import SmolLM3Config
 
+from smollm3_neuron.model.windows import SlidingWindowKVCacheManager, layer_windows
 from smollm3_neuron.modeling_smollm3_3b import NeuronSmolLM3ForCausalLM, SmolLM3InferenceConfig
 
 
@@ -35,8 +37,18 @@ def test_a_sliding_layer_has_a_cache_as_long_as_its_window():
     assert SmolLM3InferenceConfig.from_json_string(text).to_json_string() == text
 
 
+def test_a_prompt_may_be_as_short_as_what_a_window_keeps():
+    """The token itself is not in the cache: of a window of 16 it is the 15 before it."""
+    app = build(max_context_length=15)
+    assert app.config.neuron_config.max_context_length == 15
+    assert app.config.checkpoint_config.sliding_window == 16
+    with pytest.raises(ValueError, match="a length of 14, at least 15 is needed"):
+        build(max_context_length=14)
+
+
 def test_a_window_as_long_as_the_cache_is_none():
     app = build(window=128)
+    assert layer_windows(app.config) == [None] * 4 != layer_windows(build(window=127).config)
     assert {cache.shape[2] for cache in app.token_generation_model._build(128).kv_mgr.past_key_values} == {128}
 
 
@@ -60,3 +72,18 @@ def test_a_window_as_long_as_the_cache_is_none():
 def test_what_cannot_go_with_a_window(options, named):
     with pytest.raises(ValueError, match=named):
         build(**options)
+
+
+def test_a_position_is_written_where_the_one_a_window_before_it_was(monkeypatch):
+    """Of a window of 16 the 15 before a token are kept: position 15 takes the place of position 0."""
+    monkeypatch.setattr(
+        KVCacheManager, "_get_index_to_update_new_position", lambda self, *arguments: arguments, raising=False
+    )
+    manager = SlidingWindowKVCacheManager.__new__(SlidingWindowKVCacheManager)
+    torch.nn.Module.__init__(manager)
+    manager.windows = [16, None]
+    positions = torch.tensor([[0], [14], [15], [31]])
+    for layer_idx, lines in ((0, [[0], [14], [0], [1]]), (1, positions.tolist())):
+        arguments = ["seq_ids", "scatter_index", positions, "full_k", False, layer_idx]
+        found = manager._get_index_to_update_new_position(*arguments)
+        assert found[2].tolist() == lines and [*found[:2], *found[3:]] == [*arguments[:2], *arguments[3:]]

@@ -374,7 +374,7 @@ class _Chooser:
             )
         token = self._choose(row, input_ids, logits)
         logits[:, self.suppress_tokens] = float("-inf")
-        best = logits.topk(2, dim=-1).values
+        best = logits.topk(2).values
         return token, (best[:, 0] - best[:, 1]).tolist()
 
     def _choose(self, row: int, input_ids: list[int], logits: torch.Tensor) -> int:

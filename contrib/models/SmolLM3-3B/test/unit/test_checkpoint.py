@@ -163,6 +163,17 @@ def test_leftovers_of_old_versions_are_dropped(tmp_path):
     assert not [name for name in converted if "inv_freq" in name]
 
 
+def test_names_of_a_state_dict_are_checked_too():
+    cfg = config()
+    for changed, message in (
+        ({"norm.bias": torch.ones(32)}, "the state dict: norm.bias is unknown"),
+        ({"layers.1.mlp.up_proj.weight": None}, "the state dict: layers.1.mlp.up_proj.weight is missing"),
+    ):
+        state_dict = {name: tensor for name, tensor in {**tensors(cfg), **changed}.items() if tensor is not None}
+        with pytest.raises(SmolLM3Error, match=message):
+            checkpoint.to_neuron_state_dict(state_dict, cfg, NeuronConfig())
+
+
 @pytest.mark.parametrize("same", [True, False])
 def test_a_head_beside_tied_embeddings(same, caplog):
     cfg = config()
@@ -193,3 +204,19 @@ def test_kv_heads_are_expanded_only_where_tp_cannot_shard_them(tp_degree, repeat
             assert torch.equal(after[f"layers.1.self_attn.v_proj.{kind}"], torch.cat(v_heads))
     for name in ("rank_util.rank", "layers.0.self_attn.rank_util.rank"):
         assert after[name].tolist() == list(range(tp_degree)) and after[name].dtype == torch.int32
+
+
+@pytest.mark.parametrize("size, rows, bias_rows", [(None, 48, 50), (60, 60, 60)])
+def test_an_mlp_is_padded_with_zeros_where_the_library_would_not(size, rows, bias_rows):
+    """It pads a weight for its 5 ranks by itself, and not the bias beside it."""
+    cfg = config(mlp_bias=True)
+    before = tensors(cfg)
+    after = checkpoint.to_neuron_state_dict(dict(before), cfg, NeuronConfig(tp_degree=5, padded_intermediate_size=size))
+    for name in ("gate_proj", "up_proj"):
+        for kind, length in (("weight", rows), ("bias", bias_rows)):
+            found, own = (state[f"layers.1.mlp.{name}.{kind}"] for state in (after, before))
+            assert len(found) == length and torch.equal(found[:48], own) and not found[48:].any()
+    found, own = (state["layers.1.mlp.down_proj.weight"] for state in (after, before))
+    assert found.shape == (32, rows) and torch.equal(found[:, :48], own) and not found[:, 48:].any()
+    assert torch.equal(after["layers.1.mlp.down_proj.bias"], before["layers.1.mlp.down_proj.bias"])
+    assert torch.equal(after["layers.1.self_attn.o_proj.weight"], before["layers.1.self_attn.o_proj.weight"])
