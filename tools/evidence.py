@@ -233,6 +233,7 @@ def main() -> None:
             continue
         why = hindrance(tier, args)
         result = {"not run": why} if why else run(tier, args)
+        record = recorded()  # another call may have written meanwhile
         if "tests" in result or "tests" not in before:  # a run of another code is more than none
             record[tier.name] = result
         write(record)
