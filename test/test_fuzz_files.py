@@ -232,10 +232,10 @@ class Manifest(Fuzz):
         self.file = self.path / self.name
         rewrite(self.path)
         self.base = json.loads(self.file.read_text())
-        self.made_of = build._made_of(tiny_folder(), SETTINGS, "cpu", "tiny", None, None, {})
+        self.made_of = build._made_of(tiny_folder(), SETTINGS, "cpu", "tiny", None, None, {}, None)
 
     def content(self, rng):
-        keys = ("settings", "model", "files", "versions", "place", "format", "seconds", "adapter", "folder", "header")
+        keys = "settings model files versions place format seconds adapter draft folder header".split()
         value = changed(rng, self.base, keys)
         if isinstance(value, dict) and rng.random() < 0.9:
             signature = value.pop("signature", None)
