@@ -39,9 +39,9 @@ FILES = (
 TESTS = (
     "contrib/models/SmolLM3-3B/test/unit", "test/nxd_cpu/test_model.py", "test/nxd_cpu/test_sliding_window.py",
     "test/conformance/test_cpu_runtime.py", "test/conformance/test_padding.py", "test/conformance/test_quantization.py",
-    "test/test_validation.py", "test/test_judging.py", "test/test_validate_by_hand.py", "test/test_drift.py",
-    "test/test_streamed_reference.py", "test/test_not_a_number.py", "test/test_generation_config.py",
-    "test/test_config.py", "test/test_nothing_lost.py", "test/test_not_mixed_up.py",
+    "test/test_validation.py", "test/test_judging.py", "test/test_validate_by_hand.py", "test/test_draft_by_hand.py",
+    "test/test_drift.py", "test/test_streamed_reference.py", "test/test_not_a_number.py",
+    "test/test_generation_config.py", "test/test_config.py", "test/test_nothing_lost.py", "test/test_not_mixed_up.py",
 )  # fmt: skip
 # what a mutant's tests may take, beside what they took: what takes longer does not end, and is noticed by that
 SECONDS, TIMES = 60, 10
