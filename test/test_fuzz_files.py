@@ -235,7 +235,8 @@ class Manifest(Fuzz):
         self.made_of = build._made_of(tiny_folder(), SETTINGS, "cpu", "tiny", None, None, {}, None)
 
     def content(self, rng):
-        keys = "settings model files versions place format seconds adapter draft folder header".split()
+        of_model = ("model", "folder", "adapter", "draft")
+        keys = ("settings", *of_model, "files", "versions", "place", "format", "seconds", "header")
         value = changed(rng, self.base, keys)
         if isinstance(value, dict) and rng.random() < 0.9:
             signature = value.pop("signature", None)
