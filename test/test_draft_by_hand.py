@@ -116,7 +116,9 @@ def app(monkeypatch):
     """The application class, whose base keeps what it is called with and returns a draft's and the model's tokens."""
     app = NeuronSmolLM3ForCausalLM.__new__(NeuronSmolLM3ForCausalLM)
     nn.Module.__init__(app)
-    app.neuron_config = SimpleNamespace(is_continuous_batching=True, is_block_kv_layout=False, async_mode=False)
+    app.neuron_config = SimpleNamespace(
+        is_continuous_batching=True, is_block_kv_layout=False, async_mode=False, enable_fused_speculation=True
+    )
     app.default_sampling_params = torch.ones(4, 3)
 
     def forward(self, **inputs):
@@ -135,12 +137,14 @@ def test_what_a_draft_returns_comes_back_as_the_rows_were_given(app):
     assert [rows.tolist() for rows in output.fused_outputs] == [(ids * 10).tolist(), (ids * 100).tolist()]
 
 
-@pytest.mark.parametrize("positions, mask", [
-    ([[0], [0]], [[1], [1]]),  # prompts of one token, whose mask the library would infer to be empty
-    ([[0], [3]], None),  # a step
-    ([[0, 0]], None),
+@pytest.mark.parametrize("positions, is_draft, mask", [
+    ([[0], [0]], True, [[1], [1]]),  # prompts of one token, whose mask the library would infer to be empty
+    ([[0], [0]], False, None),  # with prefix caching it wants none
+    ([[0], [3]], True, None),  # a step
+    ([[0, 0]], True, None),
 ])  # fmt: skip
-def test_a_prompt_of_one_token_has_a_mask(positions, mask, app):
+def test_a_prompt_of_one_token_has_a_mask_with_a_draft(positions, is_draft, mask, app):
+    app.neuron_config.enable_fused_speculation = is_draft
     positions = torch.tensor(positions)
     app(torch.ones_like(positions), position_ids=positions)
     found = app.seen["attention_mask"]

@@ -331,14 +331,14 @@ class NeuronSmolLM3ForCausalLM(NeuronBaseForCausalLM):
     def forward(self, input_ids=None, seq_ids=None, attention_mask=None, position_ids=None, **kwargs):
         """Runs the library's forward for `seq_ids` in any order: it takes row i of a full batch for the cache's line i.
 
-        Without `sampling_params` they are the library's default for as many rows as there are: its own has as many as
-        the batch, and no graph for one prompt takes those.
+        Without `sampling_params` each row has the library's default, whose own rows are those of a whole batch.
 
         Raises SmolLM3Error for prompts that are padded on the left, which the library would read as if they were not,
         and for `seq_ids` that do not rise with async_mode.
         """
-        if attention_mask is None and position_ids is not None and position_ids.shape[1] < 2 and not position_ids.any():
-            attention_mask = torch.ones_like(position_ids)  # of prompts of one token the library infers an empty mask
+        lacks_mask = attention_mask is None and getattr(self.neuron_config, "enable_fused_speculation", False)
+        if lacks_mask and position_ids.shape[1] < 2 and not position_ids.any():
+            attention_mask = torch.ones_like(position_ids)  # the library infers an empty one, and no draft runs with it
         if attention_mask is not None and (attention_mask[:, 1:] > attention_mask[:, :-1]).any():
             raise SmolLM3Error("attention_mask has a 0 before a 1: pad prompts on the right")
         if kwargs.get("sampling_params") is None:
