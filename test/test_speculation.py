@@ -2,6 +2,7 @@
 
 import json
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -271,3 +272,101 @@ def test_the_copying_model_is_widened_without_a_change():
     with torch.inference_mode():
         torch.testing.assert_close(wide(ids).logits, model(ids).logits, rtol=0, atol=1e-5)
     assert sum(parameter.nbytes for parameter in wide.parameters()) > LEAST_BYTES
+
+
+# ---- with a draft ----
+
+
+class WithDraft:
+    """Graphs like the library's, which take a token of each row and return what they accept, on the CPU runtime's graph
+    that verifies WIDTH tokens. What is guessed is what `drafts` goes on with; `padding` fills up, a release's own."""
+
+    def __init__(self, model, drafts, padding):
+        self.model, self.drafts, self.padding = model, drafts, padding
+        self.config = SimpleNamespace(vocab_size=256, neuron_config=SimpleNamespace(**vars(model.config.neuron_config)))
+        self.config.neuron_config.enable_fused_speculation = True
+        self.config.neuron_config.on_device_sampling_config = SimpleNamespace(
+            do_sample=False, dynamic=False, global_topk=256
+        )
+        self.reset, self.steps = model.reset, 0
+
+    def __call__(self, input_ids, attention_mask, position_ids, seq_ids, sampling_params):
+        how = {"attention_mask": attention_mask, "seq_ids": seq_ids}
+        if input_ids.shape[1] > 1:
+            chosen = self.model(input_ids=input_ids, position_ids=position_ids, **how).logits.argmax(-1)
+            counts, stands = torch.ones(len(chosen), dtype=torch.int64), attention_mask.sum(1, keepdim=True)
+        else:
+            self.steps += 1
+            assert int(position_ids.max()) + WIDTH <= self.config.neuron_config.seq_len
+            guessed = self._guessed(position_ids)
+            fed, positions = torch.cat([input_ids, guessed], 1), position_ids + torch.arange(WIDTH)
+            chosen = self.model(input_ids=fed, position_ids=positions, **how).logits.argmax(-1)
+            counts = 1 + (guessed == chosen[:, :-1]).long().cumprod(1).sum(1)
+            stands = position_ids + counts[:, None]
+        accepted = torch.full((len(counts), WIDTH), self.padding)
+        for row, count in enumerate(counts):
+            accepted[row, :count] = chosen[row, :count]
+        return SimpleNamespace(fused_outputs=[accepted, accepted[:, :1], attention_mask, stands])
+
+    def _guessed(self, position_ids):
+        rows = []
+        for prompt_, draft, position in zip(PROMPTS, self.drafts, position_ids[:, 0].tolist()):
+            rest = draft[position - len(prompt_) + 1 :][: WIDTH - 1]
+            rows.append([*rest, *[0] * (WIDTH - 1 - len(rest))])
+        return torch.tensor(rows)
+
+
+@pytest.mark.parametrize("padding", [-1, 0])
+def test_answers_are_those_of_plain_decoding(model, plain, padding):
+    """With a draft that is right, wrong, or right but for some tokens; releases fill up with -1, or with token 0."""
+    right = WithDraft(model, plain, padding)
+    results = generate(right, PROMPTS, NEW_TOKENS)
+    assert [row.tokens for row in results] == plain
+    assert all(row.accepted == row.offered == NEW_TOKENS - 1 - right.steps for row in results)
+    never = WithDraft(model, [wrong(row) for row in plain], padding)
+    results = generate(never, PROMPTS, NEW_TOKENS)
+    assert [row.tokens for row in results] == plain and never.steps == NEW_TOKENS - 1
+    assert not any(row.accepted for row in results)
+    results = generate(WithDraft(model, drafts_of(plain), padding), PROMPTS, NEW_TOKENS)
+    assert [row.tokens for row in results] == plain
+    accepted, offered = zip(*((row.accepted, row.offered) for row in results))
+    assert all(accepted) and sum(accepted) < sum(offered)
+
+
+def test_ends_of_answers(model, plain):
+    """At a token in the middle of what a step accepts, at a number of tokens, and where no step fits any more."""
+    ends = {"eos_token_ids": [plain[0][9], plain[1][6]]}
+    assert answers(WithDraft(model, plain, -1), **ends) == answers(model, **ends)
+    assert answers(WithDraft(model, plain, -1), new_tokens=7) == [row[:7] for row in plain]
+    whole = answers(model, new_tokens=100)
+    results = generate(WithDraft(model, whole, -1), PROMPTS, 100)
+    for prompt_, row, expected in zip(PROMPTS, results, whole):
+        assert len(prompt_) + len(row.tokens) == 64 - WIDTH + 2
+        assert row.tokens == expected[: len(row.tokens)]
+    longest = WithDraft(model, [[]], -1)
+    assert len(generate(longest, [prompt(63)], 9)[0].tokens) == 1 and not longest.steps
+
+
+def test_what_such_graphs_do_not_have(model, plain):
+    fused = WithDraft(model, plain, -1)
+    for how in ({"forced": plain}, {"keep_logits": True}):
+        with pytest.raises(SmolLM3Error, match="compiled with a draft: its graphs return the tokens that they accept"):
+            generate(fused, PROMPTS, 4, **how)
+    with pytest.raises(SmolLM3Error, match="prompt_lookup is 3, but the model was compiled with a draft"):
+        generate(fused, PROMPTS, 4, prompt_lookup=3)
+
+
+def test_one_accepted_too_far_is_noticed(model, plain, monkeypatch):
+    """The token behind a wrong guess follows on another one than the answer has."""
+    forward = WithDraft.__call__
+
+    def lenient(self, **inputs):
+        output = forward(self, **inputs)
+        if inputs["input_ids"].shape[1] == 1:
+            accepted, *rest, stands = output.fused_outputs
+            further = (stands + 1).minimum(inputs["position_ids"] + WIDTH)
+            output.fused_outputs = [accepted.clamp(min=0), *rest, further]
+        return output
+
+    monkeypatch.setattr(WithDraft, "__call__", lenient)
+    assert answers(WithDraft(model, drafts_of(plain), -1)) != plain

@@ -96,10 +96,14 @@ class Estimate:
         return Estimate(self.draft, *sizes)
 
     @property
-    def _of_draft_held(self) -> tuple[int, int]:
-        """Returns bytes of the draft's weights, and of K and V of one token in its layers."""
-        of = self.of_draft
-        return (of.weights, of.kv_cache_per_token) if of else (0, 0)
+    def draft_weights(self) -> int:
+        """Bytes of the draft's weights; 0 without one."""
+        return self.of_draft.weights if self.of_draft else 0
+
+    @property
+    def _draft_cache_per_token(self) -> int:
+        """Bytes of K and V of one token in the draft's layers."""
+        return self.of_draft.kv_cache_per_token if self.of_draft else 0
 
     @property
     def plan(self) -> ShardingPlan:
@@ -189,8 +193,7 @@ class Estimate:
     @property
     def held_by_draft(self) -> int:
         """Bytes of the draft's weights and caches; 0 without one."""
-        of = self.of_draft
-        return of.weights + of.kv_cache if of else 0
+        return self.draft_weights + self._draft_cache_per_token * self.seq_len * self.batch_size
 
     @property
     def room(self) -> int:
@@ -199,16 +202,15 @@ class Estimate:
 
     def largest_batch(self, seq_len: int) -> int:
         """Returns the largest batch size that fits with sequences of `seq_len`, or 0."""
-        draft, draft_per_token = self._of_draft_held
-        free = HBM_PER_CORE - RESERVED_PER_CORE - self.weights - draft
-        line = self.kv_cache_per_token * (seq_len + self._masked_positions) + draft_per_token * seq_len
+        free = HBM_PER_CORE - RESERVED_PER_CORE - self.weights - self.draft_weights
+        line = self.kv_cache_per_token * (seq_len + self._masked_positions) + self._draft_cache_per_token * seq_len
         return max(0, free // (line + self.logits // self.batch_size))
 
     def largest_seq_len(self, batch_size: int) -> int:
         """Returns the longest seq_len that fits with so many sequences, up to the model's positions, or 0."""
-        draft, draft_per_token = self._of_draft_held
-        free = HBM_PER_CORE - RESERVED_PER_CORE - self.weights - draft - self.logits // self.batch_size * batch_size
-        positions = free // ((self.kv_cache_per_token + draft_per_token) * batch_size) - self._masked_positions
+        held = self.weights + self.draft_weights + self.logits // self.batch_size * batch_size
+        per_position = (self.kv_cache_per_token + self._draft_cache_per_token) * batch_size
+        positions = (HBM_PER_CORE - RESERVED_PER_CORE - held) // per_position - self._masked_positions
         return max(0, min(self.config.longest_sequence, positions))
 
     @property
@@ -273,4 +275,4 @@ class Estimate:
     @property
     def host_memory_to_load(self) -> int:
         """Bytes of host memory for loading: the library reads its ranks' shard files whole."""
-        return (self.weights + self._of_draft_held[0]) * self.tp_degree
+        return (self.weights + self.draft_weights) * self.tp_degree

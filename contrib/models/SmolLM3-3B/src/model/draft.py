@@ -28,9 +28,8 @@ def read_draft(folder: Path, model_folder: Path, seq_len: int) -> CheckpointConf
                 f"it has {draft.longest_sequence} positions and seq_len is {seq_len}: choose a shorter seq_len, or "
                 "another draft"
             )
-        files = [Path(of, TOKENIZER) for of in (folder, model_folder)]
-        if all(file.is_file() for file in files):
-            _check_vocabulary(*(_vocabulary(file) for file in files))
+        if both := _vocabularies(folder, model_folder):
+            _check_vocabulary(*both)
     except SmolLM3Error as error:
         raise SmolLM3Error(f"draft {folder}: {error}") from None
     return draft
@@ -68,11 +67,17 @@ def other_added_tokens(folder: Path, model_folder: Path) -> list[int]:
     There are none to be compared where one of the two has no such file. A draft guesses such a token wrong, and that is
     all: what the model verifies stays right.
     """
-    files = [Path(of, TOKENIZER) for of in (folder, model_folder)]
-    if not all(file.is_file() for file in files):
+    both = _vocabularies(folder, model_folder)
+    if not both:
         return []
-    (_, draft), (_, model) = (_vocabulary(file) for file in files)
+    (_, draft), (_, model) = both
     return sorted(id_ for id_ in draft.keys() | model.keys() if draft.get(id_) != model.get(id_))
+
+
+def _vocabularies(*folders: Path) -> list[tuple[dict[int, str], dict[int, str]]]:
+    """Returns each folder's, see below, or none of them where one has no tokenizer.json."""
+    files = [Path(folder, TOKENIZER) for folder in folders]
+    return [_vocabulary(file) for file in files] if all(file.is_file() for file in files) else []
 
 
 def _vocabulary(file: Path) -> tuple[dict[int, str], dict[int, str]]:
