@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from smollm3_neuron.artifact.build import Callbacks, compile_artifact
 from smollm3_neuron.artifact.compiled_graphs import note_on_products
+from smollm3_neuron.artifact.folder import Artifact
 from smollm3_neuron.artifact.settings import Settings
 from smollm3_neuron.errors import SmolLM3Error
 from smollm3_neuron.machine.locate import DEFAULT_MODEL, locate_model
@@ -338,12 +339,17 @@ def compile_and_report(args: argparse.Namespace, settings: Settings) -> None:
     if drops_head(folder, read_config(folder)):
         print(f"warning: {DROPPED_HEAD}")
     print(f"\n{artifact.path}: {name}, tp_degree {args.tp}, in {time.perf_counter() - began:.1f} s")
-    if place == "cpu":
+    report_on(artifact, folder, args)
+
+
+def report_on(artifact: Artifact, folder: Path, args: argparse.Namespace) -> None:
+    """What is in the artifact of the checkpoint in `folder`, what a core holds of it, and what runs it."""
+    if artifact.place == "cpu":
         because = artifact.exported_because
         print(
             f"  the exported graphs run as they are: {because}" if because else "  the graphs are compiled for this CPU"
         )
-        if note := note_on_products(settings.torch_dtype):
+        if note := note_on_products(artifact.settings.torch_dtype):
             print(f"  {note}")
     for file, entry in artifact.manifest["files"].items():
         print(f"  {file:<44} {entry['size'] / 1e6:10.2f} MB")
@@ -354,7 +360,10 @@ def compile_and_report(args: argparse.Namespace, settings: Settings) -> None:
     print(f"per core: {', '.join(f'{name} {common.gigabytes(size)}' for name, size in held.items())}")
     if args.for_vllm:
         print(f"\nServe it: {serve_command(artifact)}")
-    print(f'\nRun it: python scripts/generate.py {shlex.quote(str(artifact.path))} "The square root of 144 is"')
+    if "tokenizer.json" in artifact.manifest["files"]:
+        print(f'\nRun it: python scripts/generate.py {shlex.quote(str(artifact.path))} "The square root of 144 is"')
+    else:
+        print("\nIt has no tokenizer.json: to give it text, add the file to the checkpoint and compile again")
 
 
 def main() -> None:

@@ -5,6 +5,8 @@ import json
 import shutil
 
 import pytest
+from commands import run
+from places import ROOT
 from transformers import AutoTokenizer
 
 from smollm3_neuron.artifact.folder import Artifact
@@ -102,3 +104,14 @@ def test_a_fault_is_one_line(checkpoint, file, content, parts):
     with pytest.raises(SmolLM3Error) as error:
         written(checkpoint)
     assert [part for part in parts if part not in str(error.value)] == [] and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_compile_offers_text_only_where_there_is_a_tokenizer(is_there, checkpoint, tmp_path):
+    if not is_there:
+        (checkpoint / "tokenizer.json").unlink()
+    words = ["--model", checkpoint, "--tp", 1, "--seq-len", 64, "--device", "cpu", "--output", tmp_path / "compiled"]
+    done = run(ROOT / "scripts/compile.py", *words)
+    assert done.returncode == 0, done.stderr
+    said = "Run it: python scripts/generate.py" if is_there else "It has no tokenizer.json: to give it text, add"
+    assert done.stdout.splitlines()[-1].startswith(said)
