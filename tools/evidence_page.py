@@ -49,12 +49,12 @@ class Place:
 
 CPU = "nxd_cpu"
 PLACES = {
-    CPU: Place(("default", "slow"), CPU),
+    CPU: Place(("default", "slow", "drift"), CPU),
     "source 0.8.0": Place(("sources-0.8.0",), "0.8.0"),
     "source 0.9.0": Place(("sources-0.9.0",), "0.9.0"),
     "HLO, 0.8.0": Place(("hlo-0.8.0",), "0.8.0"),
     "emulated device, 0.8.0": Place(
-        ("emulator-0.8.0", "emulator-vllm-0.13-0.8.0", "emulator-vllm-0.16-0.8.0"), "0.8.0"
+        ("emulator-0.8.0", "emulator-vllm-0.13-0.8.0", "emulator-vllm-0.16-0.8.0", "emulator-two-releases"), "0.8.0"
     ),
 }
 
