@@ -204,7 +204,8 @@ def versions(tier: Tier, args: argparse.Namespace) -> dict[str, str]:
 
 def run(tier: Tier, args: argparse.Namespace) -> dict:
     """The record of a tier that is run now."""
-    of_code, began, results = digest(tier.covers), time.monotonic(), []
+    of_code, commit = digest(tier.covers), git("rev-parse", "--short=12", "HEAD")  # before anything moves
+    began, results = time.monotonic(), []
     with tempfile.TemporaryDirectory() as folder:
         for number, call in enumerate(tier.calls):
             report = Path(folder, f"{number}.xml")
@@ -216,7 +217,7 @@ def run(tier: Tier, args: argparse.Namespace) -> dict:
             results += outcomes(report)
     return {
         "date": f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d}",
-        "commit": git("rev-parse", "--short=12", "HEAD") or "none, an exported folder",
+        "commit": commit or "none, an exported folder",
         "code": of_code,
         "calls": list(tier.calls),
         "seconds": round(time.monotonic() - began),
