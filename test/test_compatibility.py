@@ -8,7 +8,9 @@ import sys
 import warnings
 from fnmatch import filter as matching
 from pathlib import Path
+from types import SimpleNamespace
 
+import evidence
 import pytest
 from evidence import Tier, is_of, outcomes, summed, tiers
 from evidence_page import (
@@ -214,6 +216,22 @@ def test_a_record_is_of_the_tests_that_its_tier_has(tmp_path):
     run = {"code": digest(tier.covers), "calls": ["test/a.py"]}
     assert is_of(tier, run) and not is_of(tier, {**run, "calls": ["test/b.py"]})
     assert not is_of(tier, {**run, "code": "another"}) and not is_of(tier, {"not run": "why"})
+
+
+def test_a_record_names_the_commit_on_which_its_run_began(monkeypatch, tmp_path):
+    heads, passed = ["the first"], '<testsuite><testcase file="test/a.py" name="test_a"/></testsuite>'
+
+    def pytest_itself(words, **how):
+        (report,) = (word.removeprefix("--junitxml=") for word in words if word.startswith("--junitxml="))
+        Path(report).write_text(passed)
+        heads.append("the second")
+        return subprocess.CompletedProcess(words, 0)
+
+    monkeypatch.setattr(evidence, "git", lambda *words: heads[-1])
+    monkeypatch.setattr(evidence, "versions", lambda tier, args: {})
+    monkeypatch.setattr(evidence.subprocess, "run", pytest_itself)
+    run = evidence.run(Tier("one", ("test/a.py",), (str(tmp_path),)), SimpleNamespace(releases={}))
+    assert (run["commit"], run["counts"]["passed"], heads[-1]) == ("the first", 1, "the second")
 
 
 def test_the_page_is_what_the_record_makes_of_it():
