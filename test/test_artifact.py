@@ -5,6 +5,7 @@ import importlib
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -287,3 +288,21 @@ def test_a_device_encodes_one_prompt_at_a_time(tmp_path):
     with pytest.raises(SmolLM3Error, match="ctx_batch_size is 2: .* on a device takes 1 prompt at a time"):
         compile_artifact(tiny_folder(), tmp_path / "artifact", settings, "neuron")
     assert not (tmp_path / "artifact").exists()
+
+
+@pytest.mark.parametrize(
+    "draft, fused, said",
+    [
+        (["a"], False, "model.draft is ['a'], which no compile wrote"),
+        (0, False, "model.draft is 0, which no compile wrote"),
+        ({"config_sha256": "a"}, True, "model.draft.folder is None, which no compile wrote"),
+        ({"folder": "a", "config_sha256": []}, True, "model.draft.config_sha256 is [], which no compile wrote"),
+        (None, True, "enable_fused_speculation is on and model.draft names no draft, which no compile wrote"),
+    ],
+)
+def test_a_manifest_whose_draft_no_compile_wrote(draft, fused, said, copy):
+    manifest = json.loads((copy / "artifact.json").read_text())
+    settings = {**manifest["settings"], "enable_fused_speculation": fused}
+    rewrite(copy, model={**manifest["model"], "draft": draft}, settings=settings)
+    with pytest.raises(SmolLM3Error, match=f"^[^\n]*{re.escape(said)}; compile again$"):
+        open_artifact(copy, "cpu")

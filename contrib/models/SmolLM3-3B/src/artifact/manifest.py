@@ -28,6 +28,7 @@ INNER_KINDS = {
     "model": {"name": str, "folder": str, "config_sha256": str, "weights": list, "adapter": dict | None},
     "seconds": {"compile": int | float},
 }
+OF_DRAFT = {"folder": str, "config_sha256": str}
 READ_BY_LIBRARY = ("neuron_config.json", "model.pt")
 
 
@@ -42,6 +43,9 @@ def read_manifest(path: Path) -> tuple[dict[str, Any], str | None]:
     _check_kinds(file, "", manifest, KINDS)
     for name, kinds in INNER_KINDS.items():
         _check_kinds(file, f"{name}.", manifest[name], kinds)
+    if manifest["model"].get("draft") is not None:
+        _check_kinds(file, "model.", manifest["model"], {"draft": dict})
+        _check_kinds(file, "model.draft.", manifest["model"]["draft"], OF_DRAFT)
     for name, entry in manifest["files"].items():
         _check_entry(file, name, entry)
     return manifest, signature
@@ -93,6 +97,11 @@ def check_settings(path: Path, manifest: dict[str, Any]) -> None:
     tp_degree = manifest["settings"]["tp_degree"]
     if not 1 <= tp_degree <= MAX_TP_DEGREE:
         raise SmolLM3Error(f"{path / MANIFEST}: tp_degree is {tp_degree}, which no compile wrote; compile again")
+    if manifest["settings"]["enable_fused_speculation"] and not manifest["model"].get("draft"):
+        raise SmolLM3Error(
+            f"{path / MANIFEST}: enable_fused_speculation is on and model.draft names no draft, which no compile "
+            "wrote; compile again"
+        )
     needed = [*READ_BY_LIBRARY, *(f"weights/{SHARD_FILE.format(rank=rank)}" for rank in range(tp_degree))]
     for name in needed:
         if name not in manifest["files"]:

@@ -5,7 +5,7 @@ Every prompt is answered greedily and then, under teacher forcing, its logits ar
 next wider dtype. What the dtype explains is measured, not chosen: transformers' own run in the model's dtype, on the
 same tokens, is off from that wider run by some error, and a right model by at most ALLOWANCE times as much. As in NxD
 Inference's logit validation the tolerances go by top-k (`tol_map`), and two answers may part where both models see a
-tie (`divergence_difference_tol`). In 16 bits the mean of the errors is judged, too (drift.py).
+tie (`divergence_difference_tol`). In 16 bits the mean of the errors is judged, too (drift.py), and one may be larger.
 """
 
 import dataclasses
@@ -32,6 +32,9 @@ TOP_K = ("5", "50", "1000", "all")  # the steps of NxD Inference's default tol_m
 # a right model rounds what transformers rounds, and a rank's part of a sum and a bias once more: twice is room for both
 # (right models in bfloat16 on the CPU runtime, TP 1 to 4, were off by 0.94 to 1.38 times as much; no device was seen)
 ALLOWANCE = 2
+# where the mean is judged, too, which finds what is small: one error of thousands was up to 4.5 times as large in right
+# models of 32 layers with random biases (test/test_drift.py), and every seeded fault that is larger moves the mean
+ALLOWANCE_BESIDE_MEAN = 6
 LEADING = 5  # of the best tokens any may take the first's place in a tie
 ROWS = 32  # positions that are measured at a time
 
@@ -331,11 +334,12 @@ def _judge(
     drift: Drift | None,
 ) -> Report:
     noise = {name: max(max(one.noise[name] + one.earlier_noise.get(name, [])) for one in judged) for name in TOP_K}
+    allowance = ALLOWANCE_BESIDE_MEAN if drift else ALLOWANCE
     if tol_map is None:
-        tol_map = {name: ALLOWANCE * noise[name] for name in TOP_K}
+        tol_map = {name: allowance * noise[name] for name in TOP_K}
     if divergence_difference_tol is None:
-        # the model's distance of two logits may be off by ALLOWANCE times what transformers' is, which is off, too
-        divergence_difference_tol = (ALLOWANCE + 1) * max(max(one.lead_noise) for one in judged)
+        # the model's distance of two logits may be off by `allowance` times what transformers' is, which is off, too
+        divergence_difference_tol = (allowance + 1) * max(max(one.lead_noise) for one in judged)
     perplexity = _perplexity([loss for one in judged for loss in one.losses])
     for one in judged:
         one.reason = _fault(one, tol_map, divergence_difference_tol)
