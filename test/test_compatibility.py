@@ -242,6 +242,12 @@ def test_the_page_is_what_the_record_makes_of_it():
     assert page(TEXT, recorded(), content().get("mutants")) == TEXT, again
 
 
+def test_a_record_that_was_just_made_is_written_as_one_that_was_read():
+    run = {**RUN, "date": "2026-12-01", "commit": "abc", "seconds": 60, "versions": {"torch": "2", "jax": "1"}}
+    again = json.loads(json.dumps({"one": run}, sort_keys=True))
+    assert page(TEXT, {"one": run}) == page(TEXT, again) and "| abc | jax 1, torch 2 | 4 |" in page(TEXT, again)
+
+
 def test_what_is_written_of_mutants():
     found = {"mutants": 300, "killed": 285, "equivalent": 13, "survived": 2, "date": "2026-12-01", "commit": "abc"}
     line = next(line for line in page(TEXT, {}, found).splitlines() if line.startswith("[Mutants]"))

@@ -206,10 +206,8 @@ def tier_rows(record: dict[str, dict]) -> list[str]:
     rows = ["| tier | date | commit | versions | passed | failed | skipped | minutes |", "|" + " --- |" * 8]
     for tier, run in sorted(record.items()):
         if "tests" in run:
-            counts, versions = (
-                run["counts"],
-                ", ".join(f"{name} {version}" for name, version in run["versions"].items()),
-            )
+            counts = run["counts"]
+            versions = ", ".join(f"{name} {version}" for name, version in sorted(run["versions"].items()))
             cells = [run["date"], run["commit"], versions, counts["passed"], counts["failed"], counts["skipped"]]
             rows.append(f"| {tier} | {' | '.join(map(str, cells))} | {run['seconds'] / 60:.1f} |")
         else:
